@@ -77,10 +77,12 @@ JOBS ?= 4
 fuzz: $(STAMP) ## random and mutated calls from SEED for SECONDS, on the GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
-OUT ?= build/release
-BUDGET ?= 585
-release-check: $(STAMP) ## a release's GPU evidence, in BUDGET seconds, into OUT; again to go on; ONLY="fuzz train"
-	@$(BIN)/python -m tests.release --out $(OUT) --seconds $(BUDGET) $(foreach part,$(ONLY),--only $(part))
+BENCHES := prefill decode train layer ranks
+release-check: gpu-test ## a release's GPU evidence: the GPU tier, the fuzzer, all benchmarks
+	@$(BIN)/python -m tests.fuzz --seconds 3600 --cases 10000 --seed $(SEED) --jobs $(JOBS)
+	@$(PIP) install -e '.[bench]'
+	@for name in $(BENCHES); do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	@$(BIN)/python -m benchmarks.tables
 
 lint: $(STAMP) ## check style, formatting and types
 	@$(BIN)/ruff check .
@@ -96,7 +98,7 @@ docs: $(DOCS_STAMP) ## build the site into build/site; a warning or a link that 
 
 bench: $(STAMP) ## measure prefill beside FLA (needs an NVIDIA GPU)
 	@$(PIP) install -e '.[bench]'
-	@$(BIN)/flashdelta bench prefill
+	@$(BIN)/python -m benchmarks.prefill
 
 clean: ## remove the virtual environment
 	rm -rf $(VENV)

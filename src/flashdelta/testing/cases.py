@@ -1,4 +1,4 @@
-"""Calls of `chunk_kda` and why each is there: `CASES` for the tests of every tier, `VERIFY` for `flashdelta verify`.
+"""Calls of `chunk_kda` and why each is there: `CASES` for the tests of every tier.
 
 `inputs.make_call(case, dtype)` turns a case into arguments. In `CASES` sizes are the smallest that show the thing; K differs
 from V throughout, so that a state of the wrong layout can't pass.
@@ -211,69 +211,3 @@ def named(*names: str) -> list[Case]:
 
 def case_id(case: Case) -> str:
     return case.name
-
-
-# ---- flashdelta verify: heads of a model's size ----------------------------------------------------------------------
-
-
-def _model(name: str, why: str, **changes: Any) -> Case:
-    return Case(**{"name": name, "why": why, "T": 150, "K": 128, "V": 128, "memory": "long", **BOUNDED, **changes})
-
-
-VERIFY: dict[torch.dtype, list[Case]] = {
-    BF16: [
-        _model("bounded gate", "the gate of Kimi-K3, whole chunks", T=192),
-        _model("softplus gate", "Kimi-Linear: no bound to lean on", T=192, gate="softplus"),
-        _model("logsigmoid gate", "a gate without parameters", T=192, gate="logsigmoid"),
-        _model("decay given", "nothing fused but L2 norm", T=192, beta="value", gate="none"),
-        _model("decay promised", "safe_gate takes the tensor-core diagonal", T=192, safe=True, gate="none"),
-        _model("batch, tail", "a batch whose last chunk has 3 tokens", B=2, T=131),
-        _model("one token", "the shortest prompt", T=1, state=FP32),
-        _model(
-            "packed, every edge",
-            "block and chunk edges, a prime, an empty sequence last",
-            lengths=(1, 15, 16, 17, 63, 64, 65, 127, 131, 0),
-            state=FP32,
-        ),
-        _model(
-            "packed, empty ones",
-            "empty sequences keep their state, first, last and between",
-            lengths=(0, 0, 70, 0, 33, 0),
-            gate="softplus",
-            state=FP32,
-        ),
-        _model("grouped values", "GVA: three value heads read one query/key head", HV=6, state=FP32),
-        _model("K 128, V 64", "K != V shows a transposed state", T=130, V=64, state=FP32),
-        _model("K 64, V 128, V first", "the serving layout [V, K]", T=130, K=64, state=FP32, v_first=True),
-        _model("K 32, V 32", "the smallest heads", T=130, K=32, V=32),
-        _model("K 256, V 256", "the largest heads", T=130, H=1, HV=1, K=256, V=256),
-        _model("chunks of 32", "the other chunk size", chunk_size=32, state=FP32),
-        _model("beta up to 2", "negative eigenvalues", beta="double_logit"),
-        _model(
-            "identical keys",
-            "g = 0, beta = 1: a series for the inverse explodes here",
-            T=200,
-            beta="value",
-            hard="same_keys",
-            ill_conditioned=True,
-            gate="none",
-        ),
-        _model("zero rows", "the L2 norm of a zero row must stay zero", hard="zero_rows"),
-        _model("g = -50", "exp(-50 * 64) underflows", hard="g-50", gate="none"),
-        _model("g = -50 and 0", "neighbouring channels forget at once and never", hard="g_mixed", gate="none"),
-        _model("gate pinned", "every decay at the bound: the largest block exponents", T=200, hard="pinned"),
-        _model("gate pinned, long", "the same for thousands of tokens", T=4096, H=1, HV=1, hard="pinned"),
-        _model("long", "errors must not grow along 65 chunks; a prime", T=4099),
-        _model("NaN stays put", "a bad request must not reach its neighbours", lengths=(70, 40, 70), hard="nan"),
-    ],
-    FP16: [_model("fp16", "less range than bf16", state=FP32)],
-    FP32: [
-        _model("fp32", "no rounding of operands to hide in", state=FP32),
-        _model("fp32 softplus", "the exact diagonal in fp32", gate="softplus"),
-    ],
-}
-
-
-def is_long(case: Case) -> bool:
-    """Whether `flashdelta verify --quick` leaves the case out."""
-    return case.tokens > 1000 or case.K == 256

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import Any
 
 from ..problem.errors import wrong
 
@@ -60,3 +63,32 @@ def require_writable(name: str, path: Path) -> None:
         NamedTemporaryFile(prefix=UNFINISHED, dir=path.parent).close()
     except OSError as error:
         raise wrong(name, path, f"a file that can be written ({error.strerror})") from error
+
+
+def to_json(document: object) -> str:
+    """Strict JSON, a line per key, and per element of a list: NaN and infinities become "nan", "inf" and "-inf"."""
+    document = _strict(document)
+    if not isinstance(document, dict):
+        return json.dumps(document, allow_nan=False)
+    lines = []
+    for key, x in document.items():
+        if isinstance(x, list) and x:
+            elements = ",\n".join("  " + json.dumps(element, allow_nan=False) for element in x)
+            lines.append(f" {json.dumps(key)}: [\n{elements}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(x, allow_nan=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _strict(x: object) -> Any:
+    if isinstance(x, dict):
+        return {key: _strict(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_strict(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def save_json(document: dict, path: Path) -> None:
+    """Writes the document so that `path` always holds a whole one, however the process ends."""
+    with whole_file(path) as unfinished:
+        unfinished.write_text(to_json(document) + "\n")

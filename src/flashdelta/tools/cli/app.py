@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
@@ -17,9 +16,8 @@ from typer.core import TyperGroup
 
 from ... import __version__, backends
 from ...runtime.devices import find_device
-from ..bench.benchmarks import BENCHMARKS
-from ..bench.environment import default_device
-from ..bench.report import to_json
+from ..devices import default_device
+from ..files import to_json
 
 
 class Commands(TyperGroup):
@@ -40,8 +38,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-bench_app = typer.Typer(help="Measure speed; see benchmarks/README.md for the protocol.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
 
 
 @contextlib.contextmanager
@@ -93,7 +89,7 @@ def all_commands(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Kimi Delta Attention kernels: check this machine, verify results, measure speed."""
+    """Kimi Delta Attention kernels: check this machine, verify results, write a text, export a C library."""
 
 
 @app.command()
@@ -181,101 +177,3 @@ def export(
     choice = {"op": op, "size": size, "gate": gate, "precision": precision}
     with _bad_parameters():
         run_export(out, arch, {name: values for name, values in choice.items() if values}, jobs)
-
-
-JsonPath = Annotated[
-    Optional[Path],
-    typer.Option(
-        "--json",
-        help="Where to write the results; '-' also prints them on stdout, and nothing else there.",
-        show_default="benchmarks/results/ of the checkout",
-    ),
-]
-
-
-def _benchmark(
-    *,
-    folder: Annotated[Path, typer.Argument(file_okay=False, help="Kernels compiled by another Triton.")],
-    compiles: Annotated[
-        bool, typer.Option("--compile", help="Fill the folder with this Triton's kernels; needs no GPU.")
-    ] = False,
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    rows: Annotated[
-        Optional[list[str]],
-        typer.Option(help="Only the row of this name, or the rows whose name contains it; repeatable."),
-    ] = None,
-    fla: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            help="Rows in which other libraries are timed: all, none, or as in --rows (repeatable). "
-            "FLA autotunes for a minute or two at each new head count.",
-            show_default="all",
-        ),
-    ] = None,
-    no_fla: Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A few rows.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Maximum samples of each contender in a row.")],
-    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result to this file.")] = None,
-    library: Annotated[
-        Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time as well.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the calls.")] = 8192,
-    device: Device = None,
-    wide: Annotated[bool, typer.Option("--wide", help="All columns; else as many as fit 80 characters.")] = False,
-) -> None:
-    """Has every option of the benchmarks' commands, with its default. A command has some of them (`_command`)."""
-
-
-def _command(name: str, help: str, options: Sequence[str], repeats: int) -> None:
-    """A benchmark's command, with the options that it has."""
-
-    def command(**chosen: Any) -> None:
-        from .bench import run_benchmark
-
-        with _bad_parameters():
-            right = run_benchmark(name, **chosen)
-        raise typer.Exit(0 if right else 1)
-
-    known = inspect.signature(_benchmark, eval_str=True).parameters
-    parameters = [known[x].replace(default=repeats) if x == "repeats" else known[x] for x in options]
-    setattr(command, "__signature__", inspect.Signature(parameters))  # noqa: B010
-    command.__annotations__ = {x.name: x.annotation for x in parameters}
-    command.__doc__ = f"{help} (exit code 1 if a row is wrong)."
-    bench_app.command(name)(command)
-
-
-for _name, _one in BENCHMARKS.items():
-    _command(_name, _one.help, _one.options, _one.effort.rounds)
-
-# not asked of the benchmark itself, which imports Triton, and Triton is for Linux only
-_command(
-    "toolchains",
-    "Time kernels as another Triton compiles them beside this Triton's",
-    ("folder", "compiles", "json", "rows", "repeats", "device", "wide"),
-    repeats=50,
-)
-
-
-@bench_app.command()
-def show(
-    results: Annotated[
-        Path, typer.Argument(exists=True, help="A JSON file that a benchmark wrote, or a folder of them.")
-    ],
-    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result to this file.")] = None,
-    wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
-) -> None:
-    """Print a benchmark's table again from its JSON file, or of a folder the rows that README.md shows."""
-    from .bench import show_results
-
-    with _bad_parameters():
-        show_results(results, plot, wide)
-
-
-@bench_app.command()
-def pages() -> None:
-    """Write the tables of README.md, benchmarks/README.md and docs/ and the README's picture again from the result files."""
-    from ..bench.pages import write
-
-    with _bad_parameters():
-        write()

@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ...nn.lm import VOCABULARY, KdaLanguageModel, decode, encode
-from ..bench.timing import capture, synchronize
+from ..devices import capture, synchronize
 from .demo import DEFAULT_PROMPT, demo_model
 
 PROMPTS = (

@@ -21,8 +21,7 @@ from ...nn.lm import KdaLanguageModel, decode, encode, load_model
 from ...problem.arguments import positive
 from ...problem.errors import wrong
 from ...runtime.devices import find_device
-from ..bench.environment import default_device
-from ..bench.timing import synchronize
+from ..devices import default_device, synchronize
 
 DEFAULT_PROMPT = (
     "A function is called with its arguments in parentheses. When the function returns, the value of the call is the "

@@ -16,14 +16,11 @@ import flashdelta
 
 from ... import integrations
 from ...problem import device_checks
-from ...testing.cases import BF16
-from ...testing.inputs import make_call
-from ...testing.oracle import TOLERANCE, truth
-from ..bench.environment import environment
-from ..bench.workloads import model
+from ..cases import BF16, TOLERANCE, Case, make_call, truth
+from ..environment import environment
 from .verify import outcome
 
-TYPICAL = model("typical", "what a model calls, and small", 2, T=130)
+TYPICAL = Case("typical", "what a model calls, and small", T=130, safe=True)
 """Two chunks and a tail of two heads reach every kernel, and the float64 recurrence takes well under a second."""
 
 

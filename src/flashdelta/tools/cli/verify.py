@@ -13,11 +13,10 @@ from torch import Tensor
 import flashdelta
 
 from ... import backends
-from ...testing.cases import VERIFY, Case, is_long
-from ...testing.inputs import make_call
-from ...testing.oracle import TOLERANCE, as_recurrent, relative_error, rounding_error, truth
-from ..bench.environment import environment
-from ..bench.report import FORMS, text_table
+from ...reference import rounding_error
+from ...runtime.call import check
+from ..cases import TOLERANCE, VERIFY, Case, as_recurrent, make_call, relative_error, truth
+from ..environment import environment
 
 OPERATORS = {"chunk": flashdelta.chunk_kda, "recurrent": flashdelta.fused_recurrent_kda}
 
@@ -45,7 +44,7 @@ def run_verify(
         ran, and the others) and `passed`. It passes if at least one row ran and none is past its tolerance, NaN or an
         exception.
     """
-    chosen = [(case, dtype) for case, dtype in cases if not (quick and is_long(case))]
+    chosen = [(case, dtype) for case, dtype in cases if not (quick and case.is_long)]
     names = [b.name for b in backends.BACKENDS] if backend is None else [backend]
     rows: list[dict] = []
     stderr = Console(stderr=True)
@@ -74,7 +73,7 @@ def _rows(case: Case, dtype: torch.dtype, device: torch.device, names: Sequence[
     for operator, op in OPERATORS.items():
         tolerance = TOLERANCE[dtype]
         if operator == "chunk" and case.ill_conditioned:  # a chunked kernel may err twice what rounding costs besides
-            tolerance += 2 * max(rounding_error(call))
+            tolerance += 2 * max(rounding_error(*check(flashdelta.chunk_kda, **call)))
         asked = call if operator == "chunk" else as_recurrent(call)
         for name in names:
             row: dict[str, object] = {"case": case.name, "reason": case.why, "operator": operator, "backend": name}
@@ -113,12 +112,13 @@ def show(report: dict, console: Console) -> None:
     ran = [row for row in rows if row["status"] != "not supported"]
     table = [["case", "operator", "dtype", "backend", "o", "state", "limit", ""]]
     for row in ran:
-        errors = (
-            "-" if row[name] is None else FORMS["e"](row[name]) for name in ("error_o", "error_state", "tolerance")
-        )
+        errors = ("-" if row[x] is None else f"{row[x]:.1e}" for x in ("error_o", "error_state", "tolerance"))
         table.append([row["case"], row["operator"], row["dtype"], row["backend"], *errors, row["status"]])
     console.print("relative error against the float64 token recurrence\n", highlight=False)
-    console.print(text_table(table), markup=False, highlight=False, soft_wrap=True)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for line in table:
+        cells = [cell.ljust(width) if i < 4 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))]
+        console.print("  ".join(cells).rstrip(), markup=False, highlight=False, soft_wrap=True)
     for row in ran:
         if row["problem"] is not None:
             console.print(f"{row['case']}, {row['operator']}, {row['backend']}: {row['problem']}", markup=False)

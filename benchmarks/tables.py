@@ -1,0 +1,268 @@
+"""Writes the marked tables of documents and README's picture from benchmarks/results: `python -m benchmarks.tables [--check]`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from flashdelta.tools.files import whole_file
+
+from .run import RESULTS, ROOT, load
+
+MARKED = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n\n).*?(\n\n<!-- end of table -->)", re.DOTALL)
+PICTURE = RESULTS / "headlines.svg"
+TITLES = dict(
+    fla="FLA", cudnn="cuDNN", cudnn_ready="cuDNN, ready inputs", flash_kda="FlashKDA", attn_gym="attention-gym"
+)
+TITLES |= dict(ieee="plain float32", fla_bf16="FLA bf16", one="one GPU", no_relay="without relay", gather="all-gather")
+TITLES |= dict(chain="single operators", bare="attention alone", whole="not split", share="of the copy rate")
+
+WAYS = {
+    "sustained": "Times are sustained",
+    "graph cold": "Times are cold, by CUDA graph",
+}
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def short(x: float) -> str:
+    """Three digits, fewer below 0.1."""
+    return f"{x:.{0 if x >= 100 else 1 if x >= 10 else 2 if x >= 1 else 3}f}"
+
+
+def value(row: dict, who: str, what: str) -> Any:
+    """A contender's time in ms ("cold", "graph sustained", ...), largest "error", or "peak" in GiB; None if there is none."""
+    found = row["contenders"].get(who, {})
+    if what == "error":
+        return max(map(float, found["error"].values())) if found.get("error") else None
+    if what == "peak":
+        return found["peak_above_bytes"] / 2**30 if found.get("peak_above_bytes") is not None else None
+    return found.get(what.replace(" ", "_") + "_ms")
+
+
+def ratio(row: dict, column: str) -> float | None:
+    """The quotient of a column `a/b what`."""
+    pair, _, what = column.partition(" ")
+    a, b = (value(row, who, what) for who in pair.split("/"))
+    return a / b if a and b else None
+
+
+def cell(row: dict, column: str, unit: str, copy_tb_s: float) -> str:
+    who, _, what = column.partition(" ")
+    if who == "segments":
+        return " ".join(map(str, row.get("segments", ["-"])))
+    if "/" in who:
+        found = ratio(row, column)
+        return "-" if found is None else f"{found:.2f}x"
+    if who == "share":
+        ms = value(row, "ours", what)
+        return f"{row['bytes'] / copy_tb_s / 1e9 / ms:.0%}" if ms and "bytes" in row else "-"
+    found = value(row, who, what)
+    if found is None:
+        return "-"
+    if what == "error":
+        return f"{found:.1e}".replace("e-0", "e-")
+    return short(found * 1e3) if unit == "us" and what != "peak" else short(found)
+
+
+def title(column: str, way: str) -> str:
+    """`way`: the kind of time that the table's caption names."""
+    who, _, what = column.partition(" ")
+    said = "/".join(TITLES.get(x, x) for x in who.split("/"))
+    return said if what in ("", way) else f"{said}, {what.replace('peak', 'peak GiB').replace('graph', 'by graph')}"
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    head, *rows = table
+    lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a results file, by names and by tables; of a table, those without named gates. `columns`: `who what`."""
+
+    results: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    unit: str = "ms"
+
+    def __call__(self) -> str:
+        document = load(RESULTS / f"{self.results}.json")
+        rows = [row for row in document["rows"] if self.has(row)]
+        used = {row["run"]: document["runs"][row["run"]] for row in rows}
+        way = max(WAYS, key=[x.partition(" ")[2] for x in self.columns].count)
+        table = [[self.unit, *(title(column, way) for column in self.columns)]]
+        for row in rows:
+            copy = used[row["run"]]["ceilings"].get("copy_tb_s", 1.0)
+            table.append([row["name"], *(cell(row, column, self.unit, copy) for column in self.columns)])
+        commits = ", ".join(sorted({f"`{run['commit'][:7]}`" for run in used.values()}))
+        said = [f"{WAYS[way]}, on {self.results[-4:].upper()}, at {commits}."]
+        for column in (x for x in self.columns if "/" in x):
+            known = [x for row in rows if (x := ratio(row, column)) is not None]
+            if len(known) > 1:
+                ends = f"{min(known):.2f}x to {max(known):.2f}x"
+                said.append(
+                    f"{title(column, way)}: {statistics.geometric_mean(known):.2f}x in the geometric mean, {ends}."
+                )
+        return f"{markdown(table)}\n\n{' '.join(said)}"
+
+    def has(self, row: dict) -> bool:
+        gates = " gates" in row["name"] and row["table"] != "shards"
+        return row["name"] in self.rows or (row["table"] in self.rows and not gates and "[" not in row["name"])
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Microseconds of each kernel of ours, a column per row of a results file."""
+
+    results: str
+    rows: tuple[str, ...]
+
+    def __call__(self) -> str:
+        rows = [x for x in load(RESULTS / f"{self.results}.json")["rows"] if x["name"] in self.rows]
+        each = [{x["kernel"]: x for x in row["contenders"]["ours"]["kernels"]} for row in rows]
+        names = dict.fromkeys(name for kernels in each for name in kernels if name.endswith("_kernel"))
+        table = [["us", *(row["name"] for row in rows)]]
+        for name in names:
+            times = [f"{x[name]['ms'] * 1e3:.0f}" if name in x else "-" for x in each]
+            table.append([f"`{name.removesuffix('_kernel')}`", *times])
+        return markdown(table)
+
+
+SUSTAINED = ("ours sustained", "fla sustained", "cudnn sustained", "fla/ours sustained")
+GRAPH = ("ours graph cold", "cudnn graph cold", "cudnn_ready graph cold", "cudnn/ours graph cold")
+STEP = ("ours graph cold", "fla graph cold", "fla/ours graph cold", "share graph cold")
+LAYER = ("ours graph cold", "bare graph cold", "chain graph cold", "fla graph cold", "fla/ours graph cold")
+ENGINE = ("ours graph cold", "engine graph cold", "engine/ours graph cold", "share graph cold")
+TRAIN = ("ours sustained", "fla sustained", "fla/ours sustained", "ours peak", "fla peak", "ours error")
+RANKS = ("one sustained", "ours sustained", "one/ours sustained", "gather sustained", "fla sustained", "ours error")
+WY = ("ours graph cold", "fla graph cold", "fla/ours graph cold", "ours error")
+FLOAT32 = ("ours graph cold", "ieee graph cold", "fla cold", "fla_bf16 cold", "ours error", "fla error")
+SHOWN = [f"N{N} H32 {state}" for state in ("fp32", "bf16") for N in (1, 8, 32, 128, 256)]
+LAYERS = ("Kimi-Linear decode", "SGLang decode", "Kimi-K3 whole step")
+SERVED = tuple(f"{layer} N{N} {state} H32" for layer in LAYERS for state in ("fp32", "bf16") for N in (32, 128))
+
+TABLES: dict[str, Callable[[], str]] = {
+    "prefill-h200": Table("prefill-h200", ("prefill", "few heads"), SUSTAINED),
+    "prefill-h100": Table("prefill-h100", ("prefill", "few heads"), SUSTAINED[:2] + SUSTAINED[3:]),
+    "few-heads": Table("prefill-h200", ("few heads",), ("segments", "ours graph cold", "ours sustained")),
+    "cudnn-h200": Table("prefill-h200", ("shards",), GRAPH),
+    "cudnn-h100": Table("prefill-h100", ("shards",), GRAPH),
+    "fp32": Table("prefill-h200", ("fp32",), FLOAT32),
+    "decode-h200": Table("decode-h200", tuple(SHOWN), STEP, "us"),
+    "engines-h100": Table("decode-h100", SERVED, ENGINE, "us"),
+    "train-h200": Table("train-h200", ("train",), TRAIN),
+    "train-kernels": Kernels("train-h200", ("B1 T8192 H32", "B1 T8192 H32 softplus")),
+    "wy-h200": Table("train-h200", ("wy",), WY, "us"),
+    "layer-h100": Table("layer-h100", tuple(f"decode {name}" for name in SHOWN), LAYER, "us"),
+    "layer-train-h100": Table("layer-h100", ("train",), TRAIN),
+    "ranks-h200": Table("ranks-h200", ("forward", "forward + backward", "packed"), RANKS),
+}
+
+# ---- README ----------------------------------------------------------------------------------------------------------
+
+HEADLINES = {
+    "prefill: 8192 tokens, 64 heads": ("prefill-h200", "T8192 H64", "ms"),
+    "packed: 8192 tokens of 20 sequences, 64 heads": ("prefill-h200", "packed 20 random H64", "ms"),
+    "long: 131072 tokens, 8 heads": ("prefill-h200", "T131072 H8", "ms"),
+    "training: 8192 tokens, 32 heads": ("train-h200", "B1 T8192 H32", "ms"),
+    "decode: 128 sequences, 32 heads": ("decode-h200", "N128 H32 bf16", "us"),
+    "layer: decode, 128 sequences, 32 heads": ("layer-h100", "decode N128 H32 bf16", "us"),
+}
+"""README's rows: results file, row and unit."""
+
+
+def headlines() -> dict[str, tuple[str, str, float]]:
+    """By headline: sustained times of ours and FLA's in its unit, and their ratio."""
+    found = {}
+    for what, (results, name, unit) in HEADLINES.items():
+        row = next(x for x in load(RESULTS / f"{results}.json")["rows"] if x["name"] == name)
+        kind = "graph sustained" if value(row, "ours", "graph sustained") else "sustained"
+        ours, fla = (f"{cell(row, f'{who} {kind}', unit, 1.0)} {unit}" for who in ("ours", "fla"))
+        found[what] = ours, fla, ratio(row, f"fla/ours {kind}") or 0.0
+    return found
+
+
+def readme() -> str:
+    lines = [["", "ours", "FLA", "FLA/ours", "GPU", "commit", "repeat with"]]
+    for what, (ours, fla, times) in headlines().items():
+        results, name, _ = HEADLINES[what]
+        document = load(RESULTS / f"{results}.json")
+        run = next(x["run"] for x in document["rows"] if x["name"] == name)
+        program, gpu = results.split("-")
+        repeat = f'`python -m benchmarks.{program} --rows "{name}"`'
+        link = f"[{what}](benchmarks/results/{results}.json)"
+        lines.append(
+            [link, ours, fla, f"{times:.2f}x", gpu.upper(), f"`{document['runs'][run]['commit'][:7]}`", repeat]
+        )
+    return markdown(lines)
+
+
+TABLES["readme"] = readme
+
+
+def picture() -> str:
+    """README's picture: ours and FLA's sustained times in pairs of bars, as shares of FLA's."""
+    rows, width, left = headlines(), 330, 350
+    style = "font-family='sans-serif' font-size='12'"
+    said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
+    parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
+    for i, (what, (ours, fla, times)) in enumerate(rows.items()):
+        y, bar = 32 + 46 * i, width / times
+        what = f"{what}, {HEADLINES[what][0][-4:].upper()}"
+        parts += [
+            f"<text x='{left - 8}' y='{y + 22}' text-anchor='end' {style}>{escape(what)}</text>",
+            f"<rect x='{left}' y='{y}' width='{width}' height='17' fill='silver'/>",
+            f"<text x='{left + width + 6}' y='{y + 13}' {style}>FLA {fla}</text>",
+            f"<rect x='{left}' y='{y + 18}' width='{bar:.1f}' height='17' fill='#1f77b4'/>",
+            f"<text x='{left + bar + 6:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
+        ]
+    size = f"width='{left + width + 180}' height='{40 + 46 * len(rows)}'"
+    body = "\n".join(parts)
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect width='100%' height='100%' fill='white'/>\n{body}\n</svg>\n"
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def page(text: str) -> str:
+    """A document with its tables made anew."""
+    return MARKED.sub(lambda match: match[1] + match[2] + TABLES[match[1]]() + match[3], text)
+
+
+def changed() -> dict[Path, str]:
+    """New contents of the documents, and of the picture, that differ."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    made = {path: page(path.read_text()) for path in pages} | {PICTURE: picture()}
+    return {path: text for path, text in made.items() if not path.exists() or path.read_text() != text}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something differs")
+    asked = parser.parse_args(arguments)
+    found = changed()
+    for path, text in found.items():
+        print(f"{'differs' if asked.check else 'wrote'}: {path.relative_to(ROOT)}")
+        if not asked.check:
+            with whole_file(path) as unfinished:
+                unfinished.write_text(text)
+    return int(asked.check and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Where a result was measured: versions, GPU, driver, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import flashdelta
+
+PACKAGES = {"torch": "torch", "triton": "triton", "fla": "flash-linear-attention", "cudnn": "nvidia-cudnn-frontend"}
+"""Name of the module, name of the distribution."""
+
+
+def versions() -> dict[str, str | None]:
+    """Versions by module; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "flashdelta": flashdelta.__version__}
+    for name, distribution in PACKAGES.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            # a source tree on the path has no metadata, but says its version once imported
+            found[name] = getattr(sys.modules.get(name), "__version__", None)
+    return found
+
+
+def _output(*command: str, cwd: Path | None = None) -> str | None:
+    """The command's standard output, stripped; None if it fails."""
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, from nvidia-smi."""
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return lines.splitlines()[0] if lines else None
+
+
+def git_commit() -> str | None:
+    """The commit of the source tree this package is imported from, `-dirty` where tracked files differ from it.
+
+    A copy without its history can be told its commit through FLASHDELTA_COMMIT.
+    """
+    stated = os.environ.get("FLASHDELTA_COMMIT")
+    if stated:
+        return stated
+    here = Path(__file__).resolve().parent
+    if _output("git", "ls-files", "--error-unmatch", __file__, cwd=here) is None:
+        return None  # installed into an environment that may itself lie in some repository
+    return _output("git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*", cwd=here)
+
+
+def gpu(device: torch.device) -> dict[str, object] | None:
+    """Name, compute capability, memory (GiB), SM count and L2 size (MiB) of a CUDA device."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": f"sm_{found.major}{found.minor}",
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "sms": found.multi_processor_count,
+        "l2_mib": round(found.L2_cache_size / 2**20, 1),
+    }
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """All of the above, as JSON-ready values."""
+    return {
+        "device": str(device),
+        "gpu": gpu(device),
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "versions": versions(),
+        "commit": git_commit(),
+    }

@@ -1,0 +1,143 @@
+"""The benchmarks on a CPU with tiny shapes and a clock that is none, and the tables made of their results."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashdelta as fd
+from benchmarks import gate, run, timing, workloads
+from benchmarks.run import Row, Setup
+from benchmarks.workloads import decode_row, layer_call_row, layer_step_row, model, served, spread_row, verify_row
+
+from ..support.timers import FakeTimer
+
+PROGRAMS = ("prefill", "decode", "train", "layer", "ranks")
+SMALL = {"H": 2, "HV": 2, "K": 32, "V": 32}
+FLOAT32 = {"T": 66, "H": 2, "HV": 2, "K": 64, "V": 64, "chunk_size": 32, "l2norm": False}
+
+
+def small(row: Row, **changes: object) -> Row:
+    return replace(row, call=replace(row.call, **{**SMALL, **changes}))
+
+
+ROWS = {
+    "prefill": [
+        Row(model("one", "", 2, T=130, K=32, V=32), "prefill"),
+        Row(model("packed", "", 2, K=32, V=32, lengths=(70, 9)), "split"),
+        Row(replace(model("float32", "", 2), gate="none", beta="value", safe=False, **FLOAT32), "fp32"),
+        small(served("Kimi-Linear", 2, "prefill", "packed", (5, 3))),
+    ],
+    "decode": [
+        decode_row(3, "fp32", H=2, K=32),
+        verify_row(3, 2, 3, "bf16", K=32),
+        small(served("Kimi-Linear", 2, "decode", "N3", (1,) * 3)),
+        small(served("Kimi-Linear", 2, "verify", "N3", (4,) * 3)),
+        small(served("Kimi-K3", 2, "whole step", "N3", (1,) * 3)),
+    ],
+    "train": [
+        Row(model("one", "", 2, T=70, K=32, V=32, final=False), "train"),
+        small(next(row for row in workloads.TRAIN if row.table == "wy"), T=70),
+    ],
+    "layer": [
+        layer_step_row(3, 2, "fp32", "", K=32, V=32),
+        small(layer_call_row("train", "", "train"), T=70),
+        *(small(layer_call_row(part, "", part), T=20) for part in ("convolution", "norm")),
+    ],
+    "ranks": [small(spread_row(2, 2, 1, trains), T=70) for trains in (False, True)],
+}
+
+
+EACH = [(program, row) for program in PROGRAMS for row in ROWS[program]]
+
+
+def setup_of(**changes: object) -> Setup:
+    sizes = {"pool_bytes": 2**18, "graph_bytes": 2**15, "launches": 2, "host_calls": 1}
+    return Setup(torch.device("cpu"), FakeTimer(2.0), rounds=2, backend="reference", **{**sizes, **changes})
+
+
+@pytest.mark.parametrize(("program", "row"), EACH, ids=lambda x: getattr(x, "name", x))
+def test_a_row_is_checked_and_timed(program: str, row: Row, tmp_path: Path):
+    asked = importlib.import_module(f"benchmarks.{program}").PROGRAM
+    (found,) = run.measure_all(asked, [row], setup_of(), tmp_path / "x.json")
+    ours = found["contenders"]["ours"]
+    assert ours["problem"] is None and max(ours["error"].values()) < 2e-2
+    times = [ours.get(f"{graph}{kind}_ms") for graph in ("", "graph_") for kind in ("cold", "sustained")]
+    assert [ms for ms in times if ms]
+    document = run.load(tmp_path / "x.json")
+    assert document["program"] == program and document["rows"] == [json.loads(json.dumps(found)) | {"run": 0}]
+    assert {"date", "versions", "gpu", "commit"} <= document["runs"][0].keys()
+    assert re.match(rf"{re.escape(row.name)} \[reference\]: .*ours \d+\.\d+ ms", run.line(found))
+
+
+def test_other_libraries_are_held_to_the_truth_too():
+    """A wrong one has no time, and says why; nor has one that raises or is not here."""
+    program = importlib.import_module("benchmarks.prefill").PROGRAM
+    right = functools.partial(fd.chunk_kda, backend="reference")
+    peers = {"fla": right, "flash_kda": "can't be imported", "attn_gym": right, "cudnn": lambda **call: 1 / 0}
+    row = Row(model("one", "", 2, T=70, memory="random"), "prefill")
+    found = run.measure(program, row, setup_of(peers=peers))["contenders"]
+    assert found["fla"]["cold_ms"] == 2.0 and found["fla"]["sustained_ms"] == 3.0
+    assert found["flash_kda"] == {"problem": "can't be imported"}
+    assert found["attn_gym"]["problem"].startswith("ModuleNotFoundError")
+    assert found["cudnn"] == {"problem": "ZeroDivisionError: division by zero"}
+    peers["fla"] = lambda **call: [1.1 * x for x in right(**call)]
+    found = run.measure(program, row, setup_of(peers=peers))["contenders"]
+    assert found["fla"]["problem"].startswith("wrong: error o 1.0e-01") and "cold_ms" not in found["fla"]
+
+
+def test_what_a_second_call_leaves_unwritten_is_wrong():
+    out, calls = torch.ones(4), []
+
+    def call() -> tuple[torch.Tensor]:
+        calls.append(out.fill_(1.0) if not calls else None)
+        return (out,)
+
+    (found,) = gate.second_result(call, torch.device("cpu"))
+    assert gate.fault(gate.errors([torch.ones(4)], ["o"], [found]), 1e9) == "wrong: error o nan, tolerance 1e+09"
+
+
+def test_all_rows_differ_in_name():
+    for program in PROGRAMS:
+        names = [row.name for row in importlib.import_module(f"benchmarks.{program}").PROGRAM.rows]
+        assert len(names) == len({*names})
+
+
+def test_rows_are_found_by_name_or_part_of_it(capsys: pytest.CaptureFixture):
+    assert [row.name for row in run.select(workloads.PREFILL, ["T8192 H64"])] == ["T8192 H64"]
+    assert len(run.select(workloads.PREFILL, ["H64, slow"])) > 5
+    program = importlib.import_module("benchmarks.prefill").PROGRAM
+    with pytest.raises(SystemExit):
+        run.main(program, ["--rows", "T8192 H65"])
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "no row 'T8192 H65'; the nearest are: " in said and "T8192 H64" in said and said.count(";") == 5
+    assert run.main(program, ["--list"]) == 0 and "T8192 H64: the headline" in capsys.readouterr().out
+
+
+def test_a_row_measured_again_replaces_its_name(tmp_path: Path):
+    path = tmp_path / "x.json"
+    for date, name, ms in (("1", "a", 1.0), ("1", "b", 2.0), ("2", "b", 3.0), ("3", "a", 4.0)):
+        run.record(path, "prefill", {"date": date}, {"name": name, "contenders": {"ours": {"cold_ms": ms}}})
+    found = run.load(path)
+    assert [(x["name"], x["contenders"]["ours"]["cold_ms"], x["run"]) for x in found["rows"]] == [
+        ("a", 4, 1),
+        ("b", 3, 0),
+    ]
+    assert [x["date"] for x in found["runs"]] == ["2", "3"]
+
+
+def test_turns_begin_with_another_contender_each():
+    assert [*timing.turns("ab", 3)] == ["a", "b", "b", "a", "a", "b"]
+    assert timing.cold({"a": lambda: None, "b": lambda: None}, FakeTimer(1.0, 3.0), 2) == {"a": 2.0, "b": 2.0}
+
+
+def test_kernels_are_summed_by_name():
+    found = timing.kernel_times([("void f<int>(float)", 3.0), ("g", 1.0), ("void f<int>(float)", 5.0), ("g", 1.0)], 2)
+    assert found == [{"kernel": "f", "ms": 0.004, "launches": 1.0}, {"kernel": "g", "ms": 0.001, "launches": 1.0}]
