@@ -1,14 +1,12 @@
-"""Calls of other libraries on the tensors of ours: FLA, cuDNN, FlashKDA, attention-gym, the engines' kernels, our C library."""
+"""Calls of other libraries on the tensors of ours: FLA, cuDNN, FlashKDA, attention-gym, the engines' kernels."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from flashdelta.testing.cases import FP32, Case
 from flashdelta.testing.engines import EPS
-from flashdelta.tools.export.bindings import Library, PrefillArgs
 
 from .gate import Results
 
@@ -181,33 +178,6 @@ def fla_wy(function: Callable, call: dict) -> Callable[[], Results]:
         given["q"].shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
     )  # its default is no number
     return functools.partial(function, **given, chunk_indices=indices)
-
-
-def c_library(path: Path) -> Library:
-    return Library(str(path))
-
-
-def bind_c_library(library: Library, call: dict, case: Case) -> tuple[Callable[[], Results], Callable[[], object]]:
-    """A call of `fd_prefill_f32` with its tensors allocated once, and the bare C call for the host's clock."""
-    names = ("q", "k", "v", "g", "beta")
-    tensors = [call[name] for name in names]
-    args = PrefillArgs(B=case.B, H=case.H, T=case.T, K=case.K, V=case.K, C=case.chunk_size)
-    chunked = (case.B, case.H, -(-case.T // case.chunk_size), case.chunk_size, case.K)
-    results = [tensors[0].new_empty(shape) for shape in (tensors[0].shape, chunked, chunked)]
-    args.workspace_bytes = library.workspace_bytes(args)
-    workspace = torch.empty(args.workspace_bytes, dtype=torch.uint8, device=tensors[0].device)
-    for name, x in zip((*names, "o", "w", "u", "workspace"), (*tensors, *results, workspace)):
-        setattr(args, name, x.data_ptr())
-    function, given = library.functions.fd_prefill_f32, ctypes.byref(args)
-
-    def run() -> Results:
-        library.prefill(args, torch.cuda.current_stream().cuda_stream if workspace.is_cuda else 0)
-        return results
-
-    def bare() -> object:
-        return function(given, None) if args is not None else None  # keeps the arguments alive
-
-    return run, bare
 
 
 # ---- a step of decoding --------------------------------------------------------------------------------------------------

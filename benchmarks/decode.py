@@ -19,7 +19,7 @@ from flashdelta.testing.oracle import float64
 
 from . import contenders, engines, gate, workloads
 from .gate import PEER_TOLERANCE, Results
-from .run import Contender, Program, Setup, Work, main
+from .run import Contender, Program, Setup, Work, in_launches, main
 from .workloads import Row, Served
 
 CHECKED = 2
@@ -67,23 +67,6 @@ def decode_calls(step: Step, setup: Setup) -> tuple[dict, list[Tensor]]:
     call["initial_state"] = pool_of(step, setup, rows * step.N * step.T)
     call["output"] = torch.empty_like(call["v"])
     return call, [each[i % rows] for i in range(launches)]
-
-
-def in_launches(
-    run: Callable[[Tensor], object],
-    slots: Sequence[Tensor],
-    checked: Callable[[], Results],
-    tolerance: float = TOLERANCE,
-    host: bool = False,
-) -> Contender:
-    """A graph's launches, each on slots of its own. It returns nothing: `checked` checks one of them."""
-
-    def run_each() -> Results:
-        for each in slots:
-            run(each)
-        return ()
-
-    return Contender(run_each, tolerance, checked, ("graph",), host=(lambda: run(slots[0])) if host else None)
 
 
 def first_sequences(call: dict) -> dict:

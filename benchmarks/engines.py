@@ -16,7 +16,7 @@ from flashdelta.testing.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
 
 from . import gate
 from .gate import PEER_TOLERANCE, Results
-from .run import Contender, Setup, Work, summarize
+from .run import Contender, Setup, Work, in_launches, summarize
 from .workloads import Row
 
 CHECKED = 2
@@ -89,11 +89,6 @@ def stepped(
 ) -> Contender:
     """By CUDA graph. The first sequences' outputs and states are checked; `written` memory is put back as it was."""
 
-    def launch() -> Results:
-        for each in tables:
-            run(each)
-        return ()
-
     def checked() -> Results:
         o = run(tables[0])[:, : some.numel()].clone()
         after = written[0][0][some]
@@ -101,7 +96,7 @@ def stepped(
             memory[some] = before
         return o, after
 
-    return Contender(launch, tolerance, checked, ("graph",))
+    return in_launches(run, tables, checked, tolerance)
 
 
 def decode(row: Row, setup: Setup) -> Work:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import flashdelta as fd
 from flashdelta.testing.cases import Case
 from flashdelta.testing.oracle import relative_error
 from flashdelta.tools.devices import synchronize
@@ -73,16 +71,18 @@ def random_like(x: Tensor, seed: int = 1) -> Tensor:
     return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
 
 
-def true_gradients(call: Mapping[str, Any], grad_o: Tensor, case: Case) -> dict[int, dict[str, Tensor]]:
-    """Gradients by checked head and leaf, from float64 autograd of the reference."""
+def true_gradients(
+    heads: Sequence[int],
+    leaves_of: Callable[[int], Mapping[str, Tensor]],
+    run: Callable[[Mapping[str, Tensor]], Tensor],
+    grad_of: Callable[[int], Tensor],
+) -> dict[int, dict[str, Tensor]]:
+    """Gradients by head and leaf, from float64 autograd of `run` on the head's part of the leaves."""
     found = {}
-    names = [name for name in LEAVES if name in call]
-    for head in spread(CHECKED_HEADS, case.H):
-        parts = {name: heads_of(call[name].detach(), name, case, head).double() for name in names}
-        leaves = {name: x.contiguous().requires_grad_() for name, x in parts.items()}
-        o, *_ = fd.chunk_kda(**{**call, **leaves, "backend": "reference"})
-        grads = torch.autograd.grad(o, list(leaves.values()), heads_of(grad_o, "v", case, head).double())
-        found[head] = dict(zip(names, grads))
+    for head in heads:
+        leaves = {name: x.detach().double().contiguous().requires_grad_() for name, x in leaves_of(head).items()}
+        grads = torch.autograd.grad(run(leaves), list(leaves.values()), grad_of(head).double())
+        found[head] = dict(zip(leaves, grads))
     return found
 
 

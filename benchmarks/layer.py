@@ -1,12 +1,8 @@
-"""The layer between its projections: steps of decoding in one launch, training steps, kernels beside attention, and layers of
-FLA and Hugging Face with the integration on and off."""
+"""The layer between its projections: steps of decoding in one launch, training steps, kernels beside attention."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,24 +12,23 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.integrations import _fla
 from flashdelta.testing.cases import BF16
 from flashdelta.testing.fused import EPS
 from flashdelta.testing.inputs import Source, make_call
 from flashdelta.testing.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
 
 from . import contenders, decode, gate, workloads
-from .decode import CHECKED, decode_bytes, decode_calls, in_launches
+from .decode import CHECKED, decode_bytes, decode_calls
 from .gate import GRADIENT_TOLERANCE, PEER_TOLERANCE, Results, random_like
-from .run import Contender, Program, Setup, Work, main
-from .workloads import Block, LayerCall, Row
+from .run import Contender, Program, Setup, Work, in_launches, main
+from .workloads import LayerCall, Row
 
 FLA_STEP = ("fla_conv_update", "fla_gate", "fla_decode", "fla_norm")
 FLA_LAYER = ("fla_conv", "fla", "fla_norm")
 
 
 def make(row: Row, setup: Setup) -> Work:
-    made = {"step": step, "train": train, "convolution": around, "norm": around, "framework": framework}
+    made = {"step": step, "train": train, "convolution": around, "norm": around}
     return made[row.table](row, setup)
 
 
@@ -167,25 +162,18 @@ def part(case: Any, x: Tensor, name: str, head: int) -> Tensor:
     return torch.cat([y.select(-2 if name == "x" else 0, head) for y in split_heads(x, case, dim)], dim=dim)
 
 
-def true_gradients(t: Mapping[str, Tensor], options: Mapping[str, Any], grad: Tensor, case: Any) -> dict:
-    """Gradients by checked head and leaf, from float64 autograd of the reference."""
-    found = {}
-    for head in gate.spread(gate.CHECKED_HEADS, case.H):
-        parts = {name: part(case, t[name].detach(), name, head) for name in LEAVES}
-        leaves = {name: x.double().contiguous().requires_grad_() for name, x in parts.items()}
-        one = replace(case, H=1, HV=1)
-        y = whole(leaves | {"norm_weight": t["norm_weight"].double()}, options, one, "reference")
-        own = gate.heads_of(grad, "v", case, head).double()
-        found[head] = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), own)))
-    return found
-
-
 def train(row: Row, setup: Setup) -> Work:
     case: Any = row.call
     t, options, grad = layer_inputs(case, setup.device)
     for x in t.values():
         x.requires_grad_()
-    want = true_gradients(t, options, grad, case)
+    one, norm = replace(case, H=1, HV=1), t["norm_weight"].detach().double()
+    want = gate.true_gradients(
+        gate.spread(gate.CHECKED_HEADS, case.H),
+        lambda head: {name: part(case, t[name], name, head) for name in LEAVES},
+        lambda leaves: whole({**leaves, "norm_weight": norm}, options, one, "reference"),
+        lambda head: gate.heads_of(grad, "v", case, head),
+    )
 
     def contender(forward: Callable[[], Tensor], leaves: Mapping[str, Sequence[Tensor]], tolerance: float) -> Contender:
         """`leaves`: by name the parts that a contender has side by side."""
@@ -239,140 +227,31 @@ def train(row: Row, setup: Setup) -> Work:
 
 
 def around(row: Row, setup: Setup) -> Work:
-    """The convolution or the norm, forward, beside FLA's. A graph's launches take copies of the inputs in turns, so that none
-    is in the cache."""
+    """The convolution or the norm, forward, beside FLA's."""
     case: Any = row.call
     convolves, source = case.part == "convolution", Source(BF16, setup.device, 4)
     width = case.channels if convolves else case.V
     shape = (case.batch, case.tokens, *((width,) if convolves else (case.HV, width)))
+    x, z = (source.normal(*shape).to(BF16) for _ in range(2))
     weight = (source.normal(width, case.W) / case.W if convolves else source.normal(width)).to(BF16)
-    size = torch.Size(shape).numel() * 2
-    copies = max(1, min(-(-(2**29) // (2 * size)), 16, setup.launches))
-    inputs = [[torch.empty(shape, dtype=BF16, device=setup.device).normal_() for _ in range(2)] for _ in range(copies)]
 
-    def ours(x: Tensor, z: Tensor, weight: Tensor = weight, backend: str = around_of(setup.backend)) -> Tensor:
+    def ours(x: Tensor = x, z: Tensor = z, weight: Tensor = weight, backend: str = around_of(setup.backend)) -> Results:
         if convolves:
-            return fd.short_convolution(x, weight, backend=backend)[0]
-        return fd.gated_rms_norm(x, z, weight, eps=EPS, backend=backend)
+            return (fd.short_convolution(x, weight, backend=backend)[0],)
+        return (fd.gated_rms_norm(x, z, weight, eps=EPS, backend=backend),)
 
-    def fla(functions: Mapping[str, Any]) -> Contender:
-        def run(x: Tensor, z: Tensor) -> Tensor:
-            if convolves:
-                return functions["fla_conv"](x, weight, activation="silu")[0]
-            return functions["fla_norm"](x, z, weight, bias=None, activation="sigmoid", eps=EPS)
+    def fla(function: Callable) -> Contender:
+        run = functools.partial(function, x, weight, activation="silu")
+        if not convolves:
+            run = functools.partial(function, x, z, weight, bias=None, activation="sigmoid", eps=EPS)
+        return Contender(lambda: (run()[0] if convolves else run(),), modes=("eager", "graph"))
 
-        return contender(run, PEER_TOLERANCE)
-
-    def contender(run: Callable[[Tensor, Tensor], Tensor], tolerance: float) -> Contender:
-        def all_of_them() -> Results:
-            for pair in inputs:
-                run(*pair)
-            return ()
-
-        return Contender(all_of_them, tolerance, lambda: (run(*inputs[0]),), ("graph",))
-
-    functions = functions_of(("fla_conv", "fla_norm"), setup)
     made = {
-        "ours": contender(ours, TOLERANCE[BF16]),
-        "fla": functions if isinstance(functions, str) else fla(functions),
+        "ours": Contender(ours, TOLERANCE[BF16], modes=("eager", "graph")),
+        "fla": setup.peer("fla_conv" if convolves else "fla_norm", fla),
     }
-    x, z = (y.double() for y in inputs[0])
-    want = ours(x, z, weight.double(), "reference")
-    return Work(
-        made, functools.partial(gate.errors, (want,), ("o",)), {"bytes": (2 if convolves else 3) * size}, copies
-    )
-
-
-# ---- layers of frameworks --------------------------------------------------------------------------------------------
-
-ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-FLOAT32 = {"FLA": ("A_log", "dt_bias"), "HF": ()}
-"""Ends of the names of parameters that stay float32. Hugging Face loads a bfloat16 model without exceptions."""
-
-
-def layer_of(case: Block, device: torch.device) -> tuple[Any, Callable[[], Any]]:
-    """A framework's layer with the same weights every time, and what makes its cache."""
-    library = importlib.import_module("transformers" if case.framework == "HF" else "fla.models")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        if case.framework == "FLA":
-            config = library.KDAConfig(hidden_size=case.hidden, num_heads=case.H, head_dim=case.K, **ONE_LAYER)
-            layer, cache = library.KDAModel(config).layers[0], importlib.import_module("fla.models.utils").Cache
-        else:
-            widths = {"hidden_size": case.hidden, "intermediate_size": 4 * case.hidden}
-            kinds = {"layer_types": ["linear_attention"], "mlp_layer_types": ["dense"]}
-            heads = {"linear_num_heads": case.H, "linear_head_dim": case.K}
-            config = library.KimiLinearConfig(**widths, **heads, **kinds, **ONE_LAYER)
-            layer = library.KimiLinearModel(config).layers[0]
-            cache = functools.partial(library.DynamicCache, config=config)
-    layer.train(case.step == "train").to(device)
-    for name, x in layer.named_parameters():
-        x.data = x.data if name.endswith(FLOAT32[case.framework]) and FLOAT32[case.framework] else x.data.to(BF16)
-    return layer, cache
-
-
-def switched(on: bool, run: Callable[[], Results]) -> Results:
-    """Runs with FLA's calls on flashdelta, or left to FLA. The integration asks its variable at every call."""
-    os.environ[_fla.ENVIRONMENT] = "1" if on else "0"
-    try:
-        return run()
-    finally:
-        del os.environ[_fla.ENVIRONMENT]
-
-
-def framework(row: Row, setup: Setup) -> Work:
-    """The layer with the integration on ("ours") and off ("fla"), against the layer in float32 on flashdelta. A training step's
-    results are the gradients of x and of all weights; decoding goes on with its cache, whose size does not change."""
-    case: Any = row.call
-    _fla.enable()
-    layer, cache = layer_of(case, setup.device)
-
-    def tokens(T: int, seed: int, dtype: torch.dtype) -> Tensor:
-        """As small as embeddings: the output is more what the layer adds to x than x."""
-        empty = torch.empty(case.B, T, case.hidden, dtype=BF16, device=setup.device)
-        return (0.02 * random_like(empty, seed)).to(dtype)
-
-    def contender(module: Any, on: bool, dtype: torch.dtype = BF16) -> Contender:
-        x = tokens(case.T, 1, dtype)
-        if case.step == "train":
-            leaves, grad = [x.requires_grad_(), *module.parameters()], tokens(case.T, 2, dtype)
-
-            def both() -> Results:
-                out = module(x)
-                return torch.autograd.grad(out if isinstance(out, Tensor) else out[0], leaves, grad)
-
-            return Contender(functools.partial(switched, on, both), PEER_TOLERANCE)
-
-        @torch.no_grad()
-        def forward(past: Any, x: Tensor = x) -> Results:
-            out = module(x, past_key_values=past, use_cache=True)
-            return (out if isinstance(out, Tensor) else out[0],)
-
-        def filled() -> Any:
-            """From a prompt on flashdelta, for either: so both start from the same state."""
-            past = cache()
-            if case.step == "decode":
-                switched(True, functools.partial(forward, past, tokens(16, 3, dtype)))
-            return past
-
-        def checked() -> Results:
-            past = filled()
-            return switched(on, lambda: forward(past))
-
-        past = filled()
-        timed = functools.partial(switched, on, functools.partial(forward, past))
-        return Contender(timed if case.step == "decode" else checked, PEER_TOLERANCE, checked)
-
-    exact = contender(copy.deepcopy(layer).float(), True, torch.float32)
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        want = [(exact.checked or exact.call)()]
-
-    def flat(results: Results) -> list[Tensor]:
-        return [results[0], *([torch.cat([x.flatten().float() for x in results[1:]])] if len(results) > 1 else [])]
-
-    errors = functools.partial(gate.errors, flat(want[0]), ("x", "weights") if case.step == "train" else ("out",))
-    off = setup.peer("fla", lambda _: contender(layer, False))
-    return Work({"ours": contender(layer, True), "fla": off}, lambda results: errors(flat(results)))
+    want = ours(x.double(), z.double(), weight.double(), "reference")
+    return Work(made, functools.partial(gate.errors, want, ("o",)), {"bytes": (2 if convolves else 3) * x.nbytes})
 
 
 PROGRAM = Program(

@@ -39,16 +39,6 @@ def explained(op: Any, call: dict, backend: str) -> dict[str, object]:
     return {"backend": found.chosen} | ({} if found.segments is None else {"segments": found.segments})
 
 
-def checkpoint(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-    """A checkpoint per sequence, in the middle of it, into a buffer of its own."""
-    middle = torch.tensor([length // 128 * 64 for length in case.lengths or [case.T] * case.B], dtype=torch.int32)
-    return {
-        "checkpoint_offsets": middle.to(device),
-        "checkpoint_indices": torch.arange(len(middle), dtype=torch.int32, device=device),
-        "checkpoint_states": torch.empty(len(middle), case.HV, case.K, case.V, device=device),
-    }
-
-
 def make(row: Row, setup: Setup) -> Work:
     case: Any = row.call
     if isinstance(case, Served):
@@ -81,8 +71,6 @@ def prefill(row: Row, setup: Setup) -> Work:
         offsets = call.get("cu_seqlens")
         made |= {"whole": ours(split=False)}
         made |= {"cu_seqlens_cpu": ours(cu_seqlens_cpu=offsets.cpu())} if offsets is not None else {}
-    elif row.table == "prefill" and "gates" not in row.name:
-        made["checkpoint"] = ours(**checkpoint(case, setup.device))
     facts = {"bytes": bytes_of(case), **explained(fd.chunk_kda, call, setup.backend)}
     return Work(made, functools.partial(gate.errors, want, ("o", "state")), facts)
 
@@ -91,7 +79,7 @@ def prefill(row: Row, setup: Setup) -> Work:
 
 
 def float32(row: Row, setup: Setup) -> Work:
-    """`kda_prefill` in both precisions and the C library, beside FLA on float32 and on bfloat16. Four heads are checked."""
+    """`kda_prefill` in both precisions, beside FLA on float32 and on bfloat16. Four heads are checked."""
     case: Any = row.call
     call = prefills.prefill_call(case, setup.device)
     heads = gate.spread(4, case.B * case.H)
@@ -108,10 +96,7 @@ def float32(row: Row, setup: Setup) -> Work:
         given |= {name: given[name].to(dtype) for name in ("q", "k", "v")}
         return Contender(lambda: (function(**given)[0].transpose(1, 2),))
 
-    made: dict[str, Any] = {"ours": ours("tf32x3"), "ieee": ours("ieee"), "c": "not asked for (--library)"}
-    if setup.library is not None:
-        run, bare = contenders.bind_c_library(setup.library, call, case)
-        made["c"] = Contender(run, TOLERANCE[FP32], modes=("graph",), host=bare)
+    made: dict[str, Any] = {"ours": ours("tf32x3"), "ieee": ours("ieee")}
     made |= {
         name: setup.peer("fla", functools.partial(fla, dtype=dtype))
         for name, dtype in (("fla", FP32), ("fla_bf16", BF16))

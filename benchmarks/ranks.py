@@ -99,9 +99,8 @@ def measured(case: Any, options: Mapping[str, Any], group: dist.ProcessGroup, de
     timer = options["timer"] or timing.Timer(device)
     for name, samples in in_turns(timed, options["rounds"], device, timer).items():
         found[name]["cold_ms"] = statistics.median(samples)
-    for name, ms in sustained(
-        {name: (run, found[name]["cold_ms"]) for name, run in timed.items()}, device, timer
-    ).items():
+    cold = {name: found[name]["cold_ms"] for name in timed}
+    for name, ms in sustained(timed, cold, device, timer).items():
         found[name]["sustained_ms"] = ms
     for name in ("one", "ours"):
         peak = timing.peak_above(timed[name], device) if name in timed else None
@@ -192,9 +191,7 @@ def errors(case: Any, runs: Runs, call: dict, offsets: Tensor, context: ContextP
     return found
 
 
-def in_turns(
-    runs: Mapping[str, Callable], rounds: int, device: torch.device, timer: Callable
-) -> dict[str, Sequence[float]]:
+def in_turns(runs: Mapping[str, Any], rounds: int, device: torch.device, timer: Callable) -> dict[str, Sequence[float]]:
     """Milliseconds of each sample, the slowest rank's. All ranks take the same turns."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for name in timing.turns(runs, rounds):
@@ -206,16 +203,15 @@ def in_turns(
     return dict(zip(taken, slowest.tolist()))
 
 
-def sustained(runs: Mapping[str, tuple[Callable, float]], device: torch.device, timer: Any) -> dict[str, float]:
+def sustained(runs: Runs, cold: Mapping[str, float], device: torch.device, timer: Any) -> dict[str, float]:
     """As `timing.sustained`, the slowest rank's. All ranks make as many calls, by the cold times."""
-    counts = {name: max(round(timing.TURN_MS / ms), 3) for name, (_, ms) in runs.items()}
+    counts = {name: max(round(timing.TURN_MS / ms), 3) for name, ms in cold.items()}
 
     def second_half(name: str) -> float:
-        timer.span(runs[name][0], counts[name])
-        return timer.span(runs[name][0], counts[name]) / counts[name]
+        timer.span(runs[name], counts[name])
+        return timer.span(runs[name], counts[name]) / counts[name]
 
-    halves = {name: (lambda name=name: name) for name in runs}
-    taken = in_turns(halves, timing.TURNS, device, lambda half: second_half(half()))
+    taken = in_turns({name: name for name in runs}, timing.TURNS, device, second_half)
     return {name: statistics.median(samples) for name, samples in taken.items()}
 
 

@@ -73,7 +73,6 @@ class Setup:
     peers: Mapping[str, Any] = field(default_factory=dict)
     ceilings: Mapping[str, float] = field(default_factory=dict)
     kernels: bool = False
-    library: Any = None
     pool_bytes: int = 2**32
     graph_bytes: int = 2**31
     launches: int = 512
@@ -100,6 +99,23 @@ class Program:
     peers: tuple[str, ...] = ()
     grad: Callable[[], contextlib.AbstractContextManager] = torch.inference_mode
     measure: Callable[[Any, Setup], dict] | None = None
+
+
+def in_launches(
+    run: Callable[[Tensor], object],
+    slots: Sequence[Tensor],
+    checked: Callable[[], Results],
+    tolerance: float,
+    host: bool = False,
+) -> Contender:
+    """A graph's launches, each on slots of its own. It returns nothing: `checked` checks one of them."""
+
+    def run_each() -> Results:
+        for each in slots:
+            run(each)
+        return ()
+
+    return Contender(run_each, tolerance, checked, ("graph",), host=(lambda: run(slots[0])) if host else None)
 
 
 # ---- a row -------------------------------------------------------------------------------------------------------------
@@ -276,7 +292,6 @@ def parser(program: Program) -> argparse.ArgumentParser:
     known.add_argument("--peers", nargs="*", choices=program.peers, help="other libraries that take part (all)")
     known.add_argument("--rounds", type=int, default=50, help="cold samples per contender, at most (50)")
     known.add_argument("--kernels", action="store_true", help="also time each kernel")
-    known.add_argument("--library", type=Path, help="a libflashdelta.so, for float32 rows")
     known.add_argument("--out", type=Path, help="results file (benchmarks/results/<program>-<gpu>.json)")
     return known
 
@@ -307,7 +322,6 @@ def main(program: Program, arguments: Sequence[str] | None = None) -> int:
         peers={name: contenders.find(name) for name in wanted},
         ceilings=timing.ceilings(device, timer),
         kernels=asked.kernels,
-        library=asked.library and contenders.c_library(asked.library),
     )
     for name, why in setup.peers.items():
         if isinstance(why, str):

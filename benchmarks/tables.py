@@ -21,31 +21,15 @@ from .run import RESULTS, ROOT, load
 
 MARKED = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n\n).*?(\n\n<!-- end of table -->)", re.DOTALL)
 PICTURE = RESULTS / "headlines.svg"
-GPUS = ("h200", "h100")
-TITLES = {
-    **{
-        "fla": "FLA",
-        "cudnn": "cuDNN",
-        "cudnn_ready": "cuDNN, ready inputs",
-        "flash_kda": "FlashKDA",
-        "engine": "engine",
-    },
-    **{
-        "attn_gym": "attention-gym",
-        "c": "C library",
-        "ieee": "plain float32",
-        "fla_bf16": "FLA bf16",
-        "one": "one GPU",
-    },
-    **{"no_relay": "without relay", "gather": "all-gather", "chain": "single operators", "bare": "attention alone"},
-    **{"whole": "not split", "states": "a state per token", "segments": "segments", "share": "of the copy rate"},
-}
+TITLES = dict(
+    fla="FLA", cudnn="cuDNN", cudnn_ready="cuDNN, ready inputs", flash_kda="FlashKDA", attn_gym="attention-gym"
+)
+TITLES |= dict(ieee="plain float32", fla_bf16="FLA bf16", one="one GPU", no_relay="without relay", gather="all-gather")
+TITLES |= dict(chain="single operators", bare="attention alone", whole="not split", share="of the copy rate")
 
 WAYS = {
     "sustained": "Times are sustained",
-    "cold": "Times are cold",
     "graph cold": "Times are cold, by CUDA graph",
-    "graph sustained": "Times are sustained, by CUDA graph",
 }
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -102,10 +86,6 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
     head, *rows = table
     lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def short_commit(document: dict, row: dict) -> str:
-    return document["runs"][row["run"]]["commit"][:7]
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -171,15 +151,10 @@ ENGINE = ("ours graph cold", "engine graph cold", "engine/ours graph cold", "sha
 TRAIN = ("ours sustained", "fla sustained", "fla/ours sustained", "ours peak", "fla peak", "ours error")
 RANKS = ("one sustained", "ours sustained", "one/ours sustained", "gather sustained", "fla sustained", "ours error")
 WY = ("ours graph cold", "fla graph cold", "fla/ours graph cold", "ours error")
-FLOAT32 = ("ours graph cold", "c graph cold", "ieee graph cold", "fla cold", "fla_bf16 cold", "ours error", "fla error")
-DECODE_SHOWN = tuple(f"N{N} H32 {state}" for state in ("fp32", "bf16") for N in (1, 8, 32, 128, 256))
-STEPS_SHOWN = tuple(f"decode N{N} H32 {state}" for state in ("fp32", "bf16") for N in (1, 8, 32, 128, 256))
-SERVED_SHOWN = tuple(
-    f"{layer} N{N} {state} H32"
-    for layer in ("Kimi-Linear decode", "SGLang decode", "Kimi-K3 whole step")
-    for state in ("fp32", "bf16")
-    for N in (32, 128)
-)
+FLOAT32 = ("ours graph cold", "ieee graph cold", "fla cold", "fla_bf16 cold", "ours error", "fla error")
+SHOWN = [f"N{N} H32 {state}" for state in ("fp32", "bf16") for N in (1, 8, 32, 128, 256)]
+LAYERS = ("Kimi-Linear decode", "SGLang decode", "Kimi-K3 whole step")
+SERVED = tuple(f"{layer} N{N} {state} H32" for layer in LAYERS for state in ("fp32", "bf16") for N in (32, 128))
 
 TABLES: dict[str, Callable[[], str]] = {
     "prefill-h200": Table("prefill-h200", ("prefill", "few heads"), SUSTAINED),
@@ -188,74 +163,52 @@ TABLES: dict[str, Callable[[], str]] = {
     "cudnn-h200": Table("prefill-h200", ("shards",), GRAPH),
     "cudnn-h100": Table("prefill-h100", ("shards",), GRAPH),
     "fp32": Table("prefill-h200", ("fp32",), FLOAT32),
-    "decode-h200": Table("decode-h200", DECODE_SHOWN, STEP, "us"),
-    "engines-h100": Table("decode-h100", SERVED_SHOWN, ENGINE, "us"),
+    "decode-h200": Table("decode-h200", tuple(SHOWN), STEP, "us"),
+    "engines-h100": Table("decode-h100", SERVED, ENGINE, "us"),
     "train-h200": Table("train-h200", ("train",), TRAIN),
     "train-kernels": Kernels("train-h200", ("B1 T8192 H32", "B1 T8192 H32 softplus")),
     "wy-h200": Table("train-h200", ("wy",), WY, "us"),
-    "layer-h100": Table("layer-h100", STEPS_SHOWN, LAYER, "us"),
+    "layer-h100": Table("layer-h100", tuple(f"decode {name}" for name in SHOWN), LAYER, "us"),
     "layer-train-h100": Table("layer-h100", ("train",), TRAIN),
-    "frameworks-h100": Table("layer-h100", ("framework",), SUSTAINED[:2] + SUSTAINED[3:]),
     "ranks-h200": Table("ranks-h200", ("forward", "forward + backward", "packed"), RANKS),
 }
 
 # ---- README ----------------------------------------------------------------------------------------------------------
 
 HEADLINES = {
-    "prefill: 8192 tokens, 64 heads": ("prefill", "T8192 H64", "ms"),
-    "packed: 8192 tokens of 20 sequences, 64 heads": ("prefill", "packed 20 random H64", "ms"),
-    "long: 131072 tokens, 8 heads": ("prefill", "T131072 H8", "ms"),
-    "training: 8192 tokens, 32 heads": ("train", "B1 T8192 H32", "ms"),
-    "decode: 128 sequences, 32 heads": ("decode", "N128 H32 bf16", "us"),
-    "layer: decode, 128 sequences, 32 heads": ("layer", "decode N128 H32 bf16", "us"),
+    "prefill: 8192 tokens, 64 heads": ("prefill-h200", "T8192 H64", "ms"),
+    "packed: 8192 tokens of 20 sequences, 64 heads": ("prefill-h200", "packed 20 random H64", "ms"),
+    "long: 131072 tokens, 8 heads": ("prefill-h200", "T131072 H8", "ms"),
+    "training: 8192 tokens, 32 heads": ("train-h200", "B1 T8192 H32", "ms"),
+    "decode: 128 sequences, 32 heads": ("decode-h200", "N128 H32 bf16", "us"),
+    "layer: decode, 128 sequences, 32 heads": ("layer-h100", "decode N128 H32 bf16", "us"),
 }
-"""README's rows: program, row and unit. The first GPU that has sustained times of both is shown."""
+"""README's rows: results file, row and unit."""
 
 
-@dataclass(frozen=True)
-class Headline:
-    """A measured row of README; times in its unit."""
-
-    what: str
-    file: str
-    command: str
-    commit: str
-    ours: str
-    fla: str
-    ratio: float
-    cold: float
-
-    @property
-    def gpu(self) -> str:
-        return self.file[-9:-5].upper()
-
-
-def headlines() -> list[Headline]:
-    found = []
-    for what, (program, name, unit) in HEADLINES.items():
-        for path in (RESULTS / f"{program}-{gpu}.json" for gpu in GPUS):
-            document = load(path) if path.exists() else {"rows": []}
-            row = next((x for x in document["rows"] if x["name"] == name), None)
-            graph = "graph " if row and value(row, "fla", "graph sustained") else ""
-            sustained, cold = (row and ratio(row, f"fla/ours {graph}{kind}") for kind in ("sustained", "cold"))
-            if row is None or not sustained or not cold:
-                continue
-            times = [
-                f"{short(value(row, who, f'{graph}sustained') * (1e3 if unit == 'us' else 1))} {unit}"
-                for who in ("ours", "fla")
-            ]
-            command = f'python -m benchmarks.{program} --rows "{name}"'
-            found.append(Headline(what, path.name, command, short_commit(document, row), *times, sustained, cold))
-            break
+def headlines() -> dict[str, tuple[str, str, float]]:
+    """By headline: sustained times of ours and FLA's in its unit, and their ratio."""
+    found = {}
+    for what, (results, name, unit) in HEADLINES.items():
+        row = next(x for x in load(RESULTS / f"{results}.json")["rows"] if x["name"] == name)
+        kind = "graph sustained" if value(row, "ours", "graph sustained") else "sustained"
+        ours, fla = (f"{cell(row, f'{who} {kind}', unit, 1.0)} {unit}" for who in ("ours", "fla"))
+        found[what] = ours, fla, ratio(row, f"fla/ours {kind}") or 0.0
     return found
 
 
 def readme() -> str:
-    lines = [["", "ours", "FLA", "FLA/ours", "cold", "GPU", "commit", "repeat with"]]
-    for x in headlines():
-        link = f"[{x.what}](benchmarks/results/{x.file})"
-        times = [x.ours, x.fla, f"{x.ratio:.2f}x", f"{x.cold:.2f}x"]
-        lines.append([link, *times, x.gpu, f"`{x.commit}`", f"`{x.command}`"])
+    lines = [["", "ours", "FLA", "FLA/ours", "GPU", "commit", "repeat with"]]
+    for what, (ours, fla, times) in headlines().items():
+        results, name, _ = HEADLINES[what]
+        document = load(RESULTS / f"{results}.json")
+        run = next(x["run"] for x in document["rows"] if x["name"] == name)
+        program, gpu = results.split("-")
+        repeat = f'`python -m benchmarks.{program} --rows "{name}"`'
+        link = f"[{what}](benchmarks/results/{results}.json)"
+        lines.append(
+            [link, ours, fla, f"{times:.2f}x", gpu.upper(), f"`{document['runs'][run]['commit'][:7]}`", repeat]
+        )
     return markdown(lines)
 
 
@@ -268,15 +221,15 @@ def picture() -> str:
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
-    for i, row in enumerate(rows):
-        y, bar = 32 + 46 * i, width / row.ratio
-        ours = f"flashdelta {row.ours}, {row.ratio:.1f}x as fast"
+    for i, (what, (ours, fla, times)) in enumerate(rows.items()):
+        y, bar = 32 + 46 * i, width / times
+        what = f"{what}, {HEADLINES[what][0][-4:].upper()}"
         parts += [
-            f"<text x='{left - 8}' y='{y + 22}' text-anchor='end' {style}>{escape(row.what)}, {row.gpu}</text>",
+            f"<text x='{left - 8}' y='{y + 22}' text-anchor='end' {style}>{escape(what)}</text>",
             f"<rect x='{left}' y='{y}' width='{width}' height='17' fill='silver'/>",
-            f"<text x='{left + width + 6}' y='{y + 13}' {style}>FLA {row.fla}</text>",
+            f"<text x='{left + width + 6}' y='{y + 13}' {style}>FLA {fla}</text>",
             f"<rect x='{left}' y='{y + 18}' width='{bar:.1f}' height='17' fill='#1f77b4'/>",
-            f"<text x='{left + bar + 6:.1f}' y='{y + 31}' {style}>{ours}</text>",
+            f"<text x='{left + bar + 6:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
         ]
     size = f"width='{left + width + 130}' height='{40 + 46 * len(rows)}'"
     body = "\n".join(parts)

@@ -32,7 +32,16 @@ def train(row: Row, setup: Setup) -> Work:
     for name in {*LEAVES} & call.keys():
         call[name].requires_grad_()
     grad_o = gate.random_like(call["v"])
-    want = gate.true_gradients(call, grad_o, case)
+
+    def part(x: Tensor, name: str, head: int) -> Tensor:
+        return gate.heads_of(x, name, case, head)
+
+    want = gate.true_gradients(
+        gate.spread(gate.CHECKED_HEADS, case.H),
+        lambda head: {name: part(call[name], name, head) for name in LEAVES if name in call},
+        lambda leaves: fd.chunk_kda(**{**call, **leaves, "backend": "reference"})[0],
+        lambda head: part(grad_o, "v", head),
+    )
 
     def contender(op: Callable, tolerance: float, inputs: Mapping[str, Any] = call) -> Contender:
         leaves = [inputs[name] for name in LEAVES if name in inputs]
@@ -61,10 +70,6 @@ def train(row: Row, setup: Setup) -> Work:
         **({"cudnn": found} if isinstance(found, str) else found),
     }
     given = sum(x.nbytes for x in (*call.values(), grad_o) if isinstance(x, Tensor))
-
-    def part(x: Tensor, name: str, head: int) -> Tensor:
-        return gate.heads_of(x, name, case, head)
-
     errors = functools.partial(gate.gradient_errors, want, part)
     return Work(made, errors, {"bytes": 2 * given, "input_bytes": given})
 

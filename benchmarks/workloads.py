@@ -107,55 +107,40 @@ _MAIN = (
     _prefill("few heads", "T131072 H8", "128K: the serial chain rules", 8, T=131072),
     _prefill("few heads", "T32768 H4", "a long prompt, half the heads", 4, T=32768),
     _prefill("few heads", "T131072 H4", "128K with the fewest heads", 4, T=131072),
-    _prefill("few heads", "64K+512+256+128 H8", "one long", 8, lengths=lengths_named("64K+512+256+128")),
-    _prefill(
-        "few heads", "128K + 5 x 1K H4", "one long prompt among short ones", 4, lengths=lengths_named("128K+5x1K")
-    ),
+    _prefill("few heads", "64K+512+256+128 H8", "one long prompt", 8, lengths=(65536, 512, 256, 128)),
+    _prefill("few heads", "128K + 5 x 1K H4", "one long prompt", 4, lengths=(131072, *(1024,) * 5)),
 )
 
-_SHARDS = tuple(
-    Row(
-        model(
-            f"shard T{T} H{H}" + (f" N{N}" if N > 1 else ""),
-            "",
-            H,
-            T=T,
-            state=FP32,
-            v_first=True,
-            lengths=(T // N,) * N if N > 1 else None,
-        ),
-        "shards",
-    )
-    for T, H, N in (
-        *((2048, 12, 1), (2048, 16, 1), (4096, 8, 1), (4096, 12, 1), (8192, 12, 4)),
-        *((8192, 16, 1), (1024, 4, 1), (3072, 10, 1), (8192, 24, 1), (16384, 16, 8)),
-    )
+
+def _shard(T: int, H: int, N: int = 1) -> Row:
+    name, lengths = (f"shard T{T} H{H} N{N}", (T // N,) * N) if N > 1 else (f"shard T{T} H{H}", None)
+    return Row(model(name, "", H, T=T, state=FP32, v_first=True, lengths=lengths), "shards")
+
+
+_SHARDS = (
+    *(_shard(2048, 12), _shard(2048, 16), _shard(4096, 8), _shard(4096, 12), _shard(8192, 12, 4)),
+    *(_shard(8192, 16), _shard(1024, 4), _shard(3072, 10), _shard(8192, 24), _shard(16384, 16, 8)),
 )
 """Shapes that cuDNN's kernels were tuned on, parts of shipped models: N sequences of one length, T tokens in all, each of which
 goes on from a state. Only with named gates."""
 
 _SPLIT = tuple(
-    Row(model(f"{name} H{H}", "cut into segments, and whole", H, T=sum(lengths), lengths=lengths), "split", False)
-    for H, name in itertools.product(
-        (4, 8), ("8x256", "8x1K", "1K+1+63+65+129", "8K", "32K", "128K", "2x16K", "128K+5x1K")
-    )
-    for lengths in [lengths_named(name)]
+    Row(model(f"{name} H{H}", "cut into segments, and whole", H, lengths=lengths_named(name)), "split", False)
+    for H in (4, 8)
+    for name in ("8x256", "8x1K", "1K+1+63+65+129", "8K", "32K", "128K", "2x16K", "128K+5x1K")
 )
 
-_FLOAT32 = tuple(
-    Row(
-        Case(
-            name=f"fp32 B{B} H{H} T{T} K{K} C{C}",
-            why="kda_prefill in float32, and the C library",
-            **{"B": B, "H": H, "HV": H, "T": T, "K": K, "V": K, "chunk_size": C, "l2norm": False, "memory": "long"},
-        ),
-        "fp32",
-        usual=False,
-    )
-    for B, H, T, K, C in (
-        *((1, 8, 1024, 64, 32), (1, 32, 4096, 64, 32), (4, 32, 16384, 64, 32), (1, 8, 1024, 128, 64)),
-        *((1, 8, 16384, 128, 64), (1, 32, 4096, 128, 64), (1, 32, 16384, 128, 64), (4, 32, 16384, 128, 64)),
-    )
+
+def _float32(B: int, H: int, T: int, K: int, C: int) -> Row:
+    sizes = {"B": B, "H": H, "HV": H, "T": T, "K": K, "V": K, "chunk_size": C}
+    why = "kda_prefill in float32"
+    return Row(Case(f"fp32 B{B} H{H} T{T} K{K} C{C}", why, **sizes, l2norm=False, memory="long"), "fp32", False)
+
+
+_FLOAT32 = (
+    *(_float32(1, 8, 1024, 64, 32), _float32(1, 32, 4096, 64, 32), _float32(4, 32, 16384, 64, 32)),
+    *(_float32(1, 8, 1024, 128, 64), _float32(1, 8, 16384, 128, 64), _float32(1, 32, 4096, 128, 64)),
+    *(_float32(1, 32, 16384, 128, 64), _float32(4, 32, 16384, 128, 64)),
 )
 
 
@@ -217,42 +202,25 @@ def verify_row(N: int, H: int, S: int, state: str = "fp32", usual: bool = True, 
     return Row(replace(step, name=f"verify {step.name}", why=why, update=False, rows="slots"), "verify", usual)
 
 
-_HEADS: dict[str, dict[str, int]] = {
-    "96 heads over 8 cards": {"H": 12},
-    "four value heads share a key head": {"H": 16, "HV": 64},
-    "many value heads": {"H": 64, "HV": 128},
-    "heads half as wide": {"K": 64},
-}
+_HEADS: tuple[dict[str, int], ...] = ({"H": 12}, {"H": 16, "HV": 64}, {"H": 64, "HV": 128}, {"K": 64})
+_OTHERS: tuple[dict[str, Any], ...] = ({"gate": "softplus"}, {"gate": "none"}, {"v_first": False})
+_SERVED = [*itertools.product((12, 32), STATES, (32, 128))]
 
 DECODE = (
     *(decode_row(N, state) for state in STATES for N in (1, 4, 8, 16, 32, 64, 128, 256)),
-    *(
-        decode_row(N, state, why, usual=False, **heads)
-        for (why, heads), state, N in itertools.product(_HEADS.items(), STATES, (8, 32, 128))
-    ),
-    *(
-        decode_row(128, state, "another gate", usual=False, gate=gate)
-        for gate in ("softplus", "none")
-        for state in STATES
-    ),
-    *(decode_row(N, state, "states K first", usual=False, v_first=False) for state in STATES for N in (32, 128)),
+    *(decode_row(N, x, "other heads", False, **heads) for heads in _HEADS for x in STATES for N in (8, 32, 128)),
+    *(decode_row(128, state, "another gate or layout", False, **one) for one in _OTHERS for state in STATES),
     *(decode_row(32, state, "a state stored after each token", S=S) for state in STATES for S in (1, 3, 7)),
     *(
         verify_row(N, H, S, state, usual=H == 32 and N == 32)
         for state, H, N, S in itertools.product(STATES, (12, 32), (8, 32, 128), (3, 7, 15))
     ),
     *(
-        served(layer, H, "decode", f"N{N} {state}", (1,) * N, STATES[state])
-        for layer, H, state, N in itertools.product(ENGINES, (12, 32), STATES, (32, 128))
+        served(layer, H, step, f"N{N} {state}", (1,) * N, STATES[state])
+        for layer, step in (("Kimi-Linear", "decode"), ("SGLang", "decode"), ("Kimi-K3", "whole step"))
+        for H, state, N in _SERVED
     ),
-    *(
-        served("Kimi-Linear", H, "verify", f"N32 {state}", (4,) * 32, STATES[state])
-        for H, state in itertools.product((12, 32), STATES)
-    ),
-    *(
-        served("Kimi-K3", H, "whole step", f"N{N} {state}", (1,) * N, STATES[state])
-        for H, state, N in itertools.product((12, 32), STATES, (32, 128))
-    ),
+    *(served("Kimi-Linear", H, "verify", f"N{N} {x}", (4,) * N, STATES[x]) for H, x, N in _SERVED if N == 32),
 )
 
 # ---- train ---------------------------------------------------------------------------------------------------------------
@@ -273,18 +241,16 @@ _STEPS = (
 )
 
 
-def _wy(name: str, H: int, HV: int, **call: Any) -> Row:
-    sizes = {"T": 8192, "H": H, "HV": HV, "K": 128, "V": 128, "log2": True, **call}
+def _wy(name: str, H: int = 32, **call: Any) -> Row:
+    sizes = {"T": 8192, "H": H, "HV": 32, "K": 128, "V": 128, "log2": True, **call}
     return Row(WyCase(f"wy {name}", "the public stage of the backward pass, alone", **sizes), "wy", usual=False)
 
 
 TRAIN = (
     *_STEPS,
     *with_gates(_STEPS),
-    _wy("B1 T512 H32", 32, 32, T=512),
-    _wy("B1 T8192 H32", 32, 32),
-    _wy("B1 T8192 H8 HV32", 8, 32),
-    _wy("packed random 20 of 8192 H32", 32, 32, lengths=RANDOM),
+    *(_wy("B1 T512 H32", T=512), _wy("B1 T8192 H32"), _wy("B1 T8192 H8 HV32", 8)),
+    _wy("packed random 20 of 8192 H32", lengths=RANDOM),
 )
 
 # ---- layer ---------------------------------------------------------------------------------------------------------------
@@ -302,21 +268,20 @@ class LayerCall(Case):
         return 2 * self.H * self.K + self.HV * self.V
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block(Case):
-    """A layer of a framework ("FLA" or "HF") with Kimi-Linear-48B's sizes; `step`: "prefill", "train" or "decode"."""
-
-    framework: str
-    step: str
-    hidden: int = 2304
-
-
 def layer_step_row(N: int, H: int, state: str, why: str, **changes: Any) -> Row:
     """A step of decoding of the layer: a token for each of `N` sequences."""
-    sizes = {"B": N, "H": H, "HV": H, "K": 128, "V": 128, "layout": "dense", "state": STATES[state], "indices": None}
-    return Row(
-        FusedStep(**{"name": f"decode N{N} H{H} {state}", "why": why, "memory": "long", **sizes, **changes}), "step"
-    )
+    sizes = {
+        "B": N,
+        "H": H,
+        "HV": H,
+        "K": 128,
+        "V": 128,
+        "layout": "dense",
+        "indices": None,
+        "memory": "long",
+        **changes,
+    }
+    return Row(FusedStep(f"decode N{N} H{H} {state}", why, state=STATES[state], **sizes), "step")
 
 
 def layer_call_row(name: str, why: str, part: str, **changes: Any) -> Row:
@@ -337,23 +302,6 @@ LAYER = (
     *(
         layer_call_row(f"{part} T{T}", "a kernel beside attention, bound by memory", part, T=T)
         for part, T in (("convolution", 2048), ("convolution", 8192), ("norm", 4096), ("norm", 16384))
-    ),
-    *(
-        Row(
-            Block(
-                name=f"{framework} {step}",
-                why="a framework's layer, on flashdelta and on FLA",
-                **{"framework": framework, "step": step.split()[0], "H": 32, "HV": 32, "K": 128, "V": 128, **sizes},
-            ),
-            "framework",
-            usual=False,
-        )
-        for framework in ("FLA", "HF")
-        for step, sizes in {
-            "prefill 8K": {"T": 8192},
-            "train 1x8192": {"T": 8192},
-            "decode 32": {"B": 32, "T": 1},
-        }.items()
     ),
 )
 

@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
+from benchmarks.workloads import DECODE, PREFILL, TRAIN, Row
 from flashdelta.hopper.decode import DECODE_AT_ONCE
 from flashdelta.ops.chunk import chunk_kda
 from flashdelta.ops.decode import recurrent_kda
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
 from flashdelta.testing.cases import Case
-from flashdelta.testing.decoding import BY_NAME, make_step
-from flashdelta.testing.inputs import meta_call
-from flashdelta.tools.bench.toolchains import ARCH, META, ROWS, call_of
+from flashdelta.testing.decoding import BY_NAME, Step, make_step
+from flashdelta.testing.inputs import meta_call, on_meta
 from flashdelta.tools.compile import (
     ARCHITECTURES,
     BUILD,
@@ -111,12 +111,31 @@ def test_machine_code_is_as_recorded(toolchain: str, tmp_path: Path):
     assert not wrong, "if this is meant: make record, then read what make gate lists\n" + "\n".join(wrong)
 
 
+ARCH = 90
+HOT = ("T8192 H64", "packed 6 uneven H64", "T8192 H96", "packed 6 uneven H96", "T8192 H64 softplus", "T32768 H4")
+BENCHMARKED = [
+    *((row, "hopper") for row in (*PREFILL, *TRAIN, *DECODE) if row.name in (*HOT, "B1 T8192 H32", "N128 H32 bf16")),
+    *((row, "triton") for row in (*PREFILL, *DECODE) if row.name in (HOT[0], "N128 H32 fp32")),
+]
+"""Rows of the benchmarks and backends: whole work tiles and stream-K, no bound, a split, the backward pass, decoding."""
+
+
+def benchmarked(row: Row, backend: str) -> list[Launch]:
+    if isinstance(row.call, Step):
+        step = replace(row.call, indices=(0,) * row.call.B)
+        problem, t = check(recurrent_kda, **on_meta(make_step(step, torch.bfloat16)))
+    else:
+        problem, t = check(chunk_kda, **meta_call(row.call))
+        problem, t = backward_of(problem, t) if row.table == "train" else (problem, t)
+    return [*BUILD[backend](problem, t, ARCH).launches]
+
+
 @pytest.mark.slow
 def test_what_the_benchmarks_launch_is_recorded():
     if triton.__version__ not in records.recorded_tritons():
         pytest.skip(f"Triton {triton.__version__} is not recorded")
     known = {entry.fingerprint for entry in records.read(triton.__version__)}
-    launched = [(row, launch) for row in ROWS for launch in call_of(row, META).launches]
+    launched = [(row, launch) for row, backend in BENCHMARKED for launch in benchmarked(row, backend)]
     missing = [f"{row.name}: {x.kernel.__name__}" for row, x in launched if fingerprint(x, ARCH) not in known]
     assert not missing
 

@@ -6,6 +6,7 @@ A failure prints a line that reruns it. Without a GPU all of it runs on the CPU 
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import itertools
 import multiprocessing
@@ -20,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from flashdelta.tools.bench.environment import environment
-from flashdelta.tools.bench.report import new_document, save
+from flashdelta.tools.environment import environment
+from flashdelta.tools.files import save_json
 
 from . import modes, mutate
 from .draw import draw_spec
@@ -91,7 +92,7 @@ class Tally:
 
     def save(self) -> None:
         if self.file is not None:
-            save(self.document(), self.file)
+            save_json(self.document(), self.file)
         self.saved = time.monotonic()
 
     def document(self) -> dict:
@@ -102,7 +103,9 @@ class Tally:
         backends = "kernels" if self.device.type == "cuda" else "reference alone: no GPU"
         stated = {"seed": self.seed, "seconds": round(time.monotonic() - self.started, 1), "jobs": self.jobs}
         stated |= {"ran": backends, "cases": self.counts.total()}
-        return new_document("fuzz", self.environment) | stated | {"rows": rows, "failures": self.failures}
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        about = {"benchmark": "fuzz", "date": now, "environment": self.environment}
+        return about | stated | {"rows": rows, "failures": self.failures}
 
 
 def numbers(worker: int, jobs: int, most: int | None, until: float) -> Iterator[int]:

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.autotuner import Autotuner
 
 import flashdelta as fd
+from benchmarks.contenders import find
 from flashdelta.hopper import build
 from flashdelta.runtime.call import CACHE
 from flashdelta.testing.cases import BF16, BY_NAME, Case
@@ -36,7 +37,6 @@ from flashdelta.testing.oracle import (
     tolerance_of,
     truth,
 )
-from flashdelta.tools.bench.contenders import find
 
 R = TypeVar("R")
 

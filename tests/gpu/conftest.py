@@ -1,5 +1,4 @@
-"""The GPU tier: `pytest -m gpu` (add `-n 14 --maxschedchunk 1` to compile kernels, and run sanitizers, in parallel, and
-`-p tests.release.log --run-log FILE` to keep what each test came to as it ends)."""
+"""The GPU tier: `pytest -m gpu` (add `-n 14 --maxschedchunk 1` to compile kernels, and run sanitizers, in parallel)."""
 
 from __future__ import annotations
 

@@ -364,16 +364,14 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("N", [4, 128])
 def test_error_is_not_above_flas(N: int, state: torch.dtype, v_first: bool):
-    from flashdelta.tools.bench import contenders
-    from flashdelta.tools.bench.timing import Effort
-    from flashdelta.tools.bench.workloads import decode_row
+    from benchmarks import decode, run, workloads
 
     settings = {"peers": {"fla_decode": peer("fla_decode")}, "pool_bytes": 2**29, "launches": 2}
-    setup = contenders.Setup(torch.device("cuda"), None, Effort(), "triton", **settings)
-    row = decode_row(N, "fp32" if state == FP32 else "bf16", v_first=v_first, peers=True)
+    setup = run.Setup(torch.device("cuda"), None, backend="triton", **settings)
+    row = workloads.decode_row(N, "fp32" if state == FP32 else "bf16", v_first=v_first)
     with torch.inference_mode():
-        work = contenders.decode(row, setup)
-        found = {name: work.errors(work.contenders[name].checked())["error"] for name in ("ours", "fla")}
+        work = decode.decode(row, setup)
+        found = {name: work.errors(work.contenders[name].checked()) for name in ("ours", "fla")}
     ours, theirs = (found[name].values() for name in ("ours", "fla"))
     print(f"{row.name}: o, state: ours {ours}, FLA {theirs}")
     assert all(mine <= 1.02 * other for mine, other in zip(ours, theirs))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import flashdelta as fd
+from benchmarks.timing import profiled
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.program.workspace import sizes
 from flashdelta.runtime.call import check
@@ -24,7 +25,6 @@ from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.decoding import Step, make_step, memory_of
 from flashdelta.testing.oracle import covered_tokens, poisoned_memory, same_bits, truth
 from flashdelta.testing.wy import WyCase, make_wy
-from flashdelta.tools.bench.profiling import profiled
 
 from ..support.pools import PoolCase
 from .calls import (
@@ -414,7 +414,7 @@ def kernels_of(call: dict) -> list[str]:
         fd.chunk_kda(**call)
         torch.cuda.synchronize()
 
-    return [kernel.name for kernel in profiled(run)]
+    return [name for name, _ in profiled(run)]
 
 
 @pytest.mark.parametrize("name", FORWARDS)

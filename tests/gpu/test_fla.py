@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import flashdelta as fd
+from benchmarks.contenders import shared
 from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
 from flashdelta.testing.oracle import chunked_truth, relative_error, rounding_error
-from flashdelta.tools.bench.contenders import shared
 
 from .calls import KIMI, gpu_call, peer
 

@@ -14,7 +14,7 @@ from flashdelta.runtime.call import CACHE
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import chunked_truth, covered_tokens, relative_error, same_bits
-from flashdelta.tools.bench.timing import capture
+from flashdelta.tools.devices import capture
 
 from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved
 from .calls import KIMI, UNBOUNDED, assert_same_bits, hold, poisoned

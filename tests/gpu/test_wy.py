@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashdelta as fd
+from benchmarks.contenders import fla_wy
 from flashdelta.testing.cases import case_id
 from flashdelta.testing.oracle import poisoned_memory
 from flashdelta.testing.wy import BY_NAME, NAMES, WyCase, errors, exact, make_wy
-from flashdelta.tools.bench.contenders import bind_fla_wy
 
 from .calls import CALLS_TO_A_REPLAY, peer
 
@@ -88,7 +88,7 @@ def test_results_are_flas(lengths: tuple[int, ...] | None, backend: str):
     """The same tensors, the same definitions: what differs is rounding, and our error is not above 1.1 times FLA's."""
     fla = peer("fla_wy")
     call = make_wy(replace(MODEL, T=2048, H=32, HV=32, lengths=lengths), torch.bfloat16, "cuda")
-    theirs = bind_fla_wy(fla, **{name: x for name, x in call.items() if name != "use_exp2"})()
+    theirs = fla_wy(fla, call)()
     want, ours = exact(call), wy(**call, backend=backend)
     mine, his = errors(ours, want), errors(theirs, want)
     print(f"ours {mine}, FLA {his}")

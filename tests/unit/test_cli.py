@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import signal
-import subprocess
-import sys
 import warnings
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -29,10 +26,7 @@ from typer.testing import CliRunner
 
 from flashdelta.testing.cases import is_long
 from flashdelta.testing.inputs import make_call
-from flashdelta.tools.bench import pages, report
-from flashdelta.tools.bench.benchmarks import BENCHMARKS
-from flashdelta.tools.bench.views import VIEWS
-from flashdelta.tools.cli import bench, demo
+from flashdelta.tools.cli import demo
 from flashdelta.tools.cli.app import app
 from flashdelta.tools.cli.demo import DemoResult
 from flashdelta.tools.cli.verify import CASES, run_verify
@@ -222,25 +216,17 @@ def test_demo_json_and_exit_code_of_a_failed_check(monkeypatch):
 
 
 KNOWN = "got 'cuda', wanted one of " + ", ".join(["auto", *(backend.name for backend in backends.BACKENDS)])
-WITH_BACKEND = ["verify", "demo", *(f"bench {name}" for name, x in BENCHMARKS.items() if "backend" in x.options)]
 REFUSED = {
     "demo --device cpu --prompt=": "prompt: got an empty text",
     "demo --device cpu --prompt=é": "prompt: got 'é', wanted printable ASCII characters and newlines",
-    **{f"{command} --backend cuda": KNOWN for command in WITH_BACKEND},
+    **{f"{command} --backend cuda": KNOWN for command in ("verify", "demo")},
     **{f"doctor --device {name}": f"device: got '{name}', wanted " for name in ("gpu", "meta", "cuda:99")},
-    **{f"bench {name} --device cpu": "wanted an NVIDIA GPU" for name in BENCHMARKS if name != "startup"},
-    f"bench show {ROOT}/examples/tiny_lm_losses.json": "wanted a JSON file of one of: prefill, classic, shards, split, kernels",
-    "bench show " + str(pages.RESULTS / "decode-h200.json") + " --plot plot.png": "got a decode result",
-    f"bench show {ROOT}/docs": f"results: got {ROOT}/docs, wanted a folder with one of: prefill-hopper-h200",
     "export --out out --arch=sm_75": "arch: got 'sm_75', wanted one of sm_80, sm_86",
     "export --out out --arch=sm_90 --op=prefill": "op: got 'prefill', wanted one of prefill_f32",
     "export --out out --arch=sm_90 --size=64,64,16": "size: got '64,64,16', wanted one of 64,64,32",
     "export --out out --arch=sm_90 --gate=softplus": "gate: got 'softplus', wanted one of none",
     "export --out out --arch=sm_90 --precision=tf32": "precision: got 'tf32', wanted one of ieee",
     f"export --out {__file__}/out --arch=sm_90": f"out: got {__file__}/out, wanted a folder that can be written",
-    f"bench startup --json {__file__}/x.json": f"json: got {__file__}/x.json, wanted a file that can be written",
-    "bench startup --json /dev/null": "json: got /dev/null, wanted a file",
-    f"bench show {pages.RESULTS}/wy-hopper-h200.json --plot {__file__}/x.png": f"plot: got {__file__}/x.png, wanted a file",
 }
 """The frame breaks lines, long paths too: spaces do not count."""
 
@@ -252,7 +238,6 @@ def no_work(monkeypatch):
     def begin(*arguments, **named):
         raise AssertionError("must not begin")
 
-    monkeypatch.setattr("flashdelta.tools.cli.bench.run", begin)
     monkeypatch.setattr("flashdelta.tools.cli.export.compile_kernels", begin)
 
 
@@ -276,8 +261,6 @@ WORK = {
     "verify": "verify.run_verify",
     "demo": "demo.run_demo",
     "export --out out --arch=sm_90": "export.compile_kernels",
-    "bench startup --device cpu": "bench.run",
-    "bench show " + str(pages.RESULTS / "decode-h200.json"): "bench.load",
 }
 """Commands, and where they spend their time."""
 
@@ -288,123 +271,13 @@ def test_ctrl_c_leaves_one_line_and_no_file(command, tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(f"flashdelta.tools.cli.{WORK[command]}", work)
-    monkeypatch.setattr("flashdelta.tools.cli.bench.default_path", lambda *names: tmp_path / "x.json")
     monkeypatch.chdir(tmp_path)
     result = run(*command.split(" "))
     said = result.stderr.splitlines()
-    # export and bench have said what they do
+    # export has said what it does
     assert (result.exit_code, said[-1]) == (130, "flashdelta: interrupted")
-    assert len(said) == 1 + (command.startswith(("export", "bench startup")))
+    assert len(said) == 1 + (command.startswith("export"))
     assert not any(tmp_path.iterdir())
-
-
-def test_bench_says_at_once_what_it_does(tmp_path, monkeypatch, capsys):
-    def measure(benchmark, setup, path, rows, progress, **facts):
-        said = capsys.readouterr().err
-        assert said.startswith(
-            "Time the first calls of a fresh process, with the kernel cache empty and then filled, on cpu; "
-        )
-        return report.load(next(pages.RESULTS.glob("startup-*.json")))
-
-    monkeypatch.setattr("flashdelta.tools.cli.bench.run", measure)
-    bench.run_benchmark("startup", device="cpu", json=tmp_path / "x.json")
-    assert f"saved to {tmp_path / 'x.json'}" in capsys.readouterr().err
-
-
-INTO_ONE_FILE = """
-import os, pathlib, sys
-from flashdelta.tools.bench import report
-from flashdelta.tools.cli import bench
-os.dup2(1, 2)
-path = pathlib.Path(sys.argv[1])
-bench.run = lambda *given, **facts: report.load(path)
-bench.run_benchmark("startup", device="cpu", json=path)
-"""
-
-
-def test_bench_names_missed_bounds_last(tmp_path, monkeypatch, capsys):
-    """Behind the table, also in a file that takes both; they make no result wrong."""
-    path = tmp_path / "x.json"
-    document = report.load(next(pages.RESULTS.glob("startup-*.json")))
-    document["rows"][0] |= {"bounds": {"<= 8 s": False}, "met": False, "ours": {"problem": None}}
-    monkeypatch.setattr("flashdelta.tools.cli.bench.run", lambda *given, **facts: document)
-    assert bench.run_benchmark("startup", device="cpu", json=path)
-    said = f"missed bounds: {document['rows'][0]['name']} (<= 8 s)"
-    assert capsys.readouterr().err.splitlines()[-1] == said
-    report.save(document, path)
-    command = [sys.executable, "-c", INTO_ONE_FILE, str(path)]
-    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(command, env=buffered, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == said
-
-
-@pytest.mark.slow
-def test_bench_startup_writes_and_prints(tmp_path):
-    path = tmp_path / "startup.json"
-    result = run("bench", "startup", "--device", "cpu", "--backend", "reference", "--tokens", "64", "--json", str(path))
-    assert result.exit_code == 0, result.stderr
-    assert "H=12 packed 21+43" in result.stdout
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["table"] for row in rows] == ["empty cache"] * 4 + ["new process, cache filled"] * 4
-    assert all(row["seconds"] > 0 for row in rows)
-    assert [list(row["bounds"]) for row in rows[:4]] == [["<= 8 s"], ["<= 0.5 s"], ["<= 0.5 s"], ["<= 8 s"]]
-    again = run("bench", "show", str(path))
-    assert again.exit_code == 0
-    assert again.stdout == result.stdout
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_bench_show_prints_a_saved_result(name, tmp_path):
-    path = next(pages.RESULTS.glob(f"{name}-*h200.json"), None)
-    if path is None:
-        pytest.skip("no GPU has measured it yet")
-    result = run("bench", "show", str(path), "--wide")
-    assert result.exit_code == 0 and report.load(path)["rows"][0]["name"] in result.stdout
-    whole = ("startup", "tests", "toolchains")  # all columns fit
-    assert len(result.stdout) > len(run("bench", "show", str(path)).stdout) or name in whole
-
-
-def test_bench_show_prints_the_headlines_of_a_folder():
-    result = run("bench", "show", str(pages.RESULTS))
-    assert result.exit_code == 0
-    assert all(found.headline.what in result.stdout for found in pages.measured())
-    assert len(result.stdout.splitlines()) == 2 + len(pages.measured())
-
-
-def test_bench_show_plots(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert run("bench", "show", str(pages.RESULTS), "--plot", str(tmp_path / "headlines.svg")).exit_code == 0
-    assert (tmp_path / "headlines.svg").stat().st_size > 1000
-    for name in ("wy", "train"):
-        path = pages.RESULTS / f"{name}-hopper-h200.json"
-        assert run("bench", "show", str(path), "--plot", str(tmp_path / f"{name}.png")).exit_code == 0
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
-
-
-def test_a_benchmark_runs_by_its_command(monkeypatch, tmp_path):
-    """Options as typed arrive where they belong."""
-    asked = {}
-
-    def measure(benchmark, setup, path, rows, progress, **facts):
-        asked.update(name=benchmark.name, rows=[row.name for row in rows], setup=setup, path=path)
-        return report.load(pages.RESULTS / "prefill-hopper-h200.json")
-
-    monkeypatch.setattr(bench, "run", measure)
-    monkeypatch.setattr(bench, "Timer", lambda device: lambda run: 1.0)
-    monkeypatch.setitem(BENCHMARKS, "prefill", replace(BENCHMARKS["prefill"], ceilings=None))
-    monkeypatch.setattr(bench.torch, "device", lambda name: SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(bench, "gpu", lambda device: {"name": "NVIDIA H200"})
-    chosen = {"rows": ["T8192 H64", "GVA"], "fla": ["GVA"], "repeats": 3, "json": tmp_path / "x.json"}
-    assert bench.run_benchmark("prefill", device="cuda", backend="hopper", **chosen)
-    assert asked["rows"] == ["T8192 H64", "GVA T8192 H16 HV64"] and asked["path"] == tmp_path / "x.json"
-    setup = asked["setup"]
-    assert (setup.backend, setup.effort.rounds, setup.effort.min_rounds) == ("hopper", 3, 3)
-    assert setup.peer_rows == {"GVA T8192 H16 HV64"} and set(setup.peers) == {*BENCHMARKS["prefill"].peers}
-    assert bench.run_benchmark("prefill", device="cuda", no_fla=True) and asked["setup"].peers == {}
-    assert asked["rows"] == [row.name for row in BENCHMARKS["prefill"].rows]
-    assert asked["path"].name.startswith("prefill-nvidia-h200-")
-    assert bench.run_benchmark("prefill", device="cuda", no_fla=True, rows=["T1024 H64", "H64, slow gates"])
-    assert asked["rows"][0] == "T1024 H64" and len(asked["rows"]) == 8
 
 
 def test_export_is_silent_about_warnings_of_triton(monkeypatch, recwarn):
