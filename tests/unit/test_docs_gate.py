@@ -112,8 +112,8 @@ sys.exit(pytest.main(["-q", "-k", chosen, *files]) or pytest.main(["-q", "-k", "
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("gate")
-    for name in ("src", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("src", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     # git would look for a repository around the folder, and leave alone what is outside of it
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
     command = ["git", "apply", str(PATCH)]
