@@ -161,7 +161,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill-h100": Table("prefill-h100", ("prefill", "few heads"), SUSTAINED[:2] + SUSTAINED[3:]),
     "few-heads": Table("prefill-h200", ("few heads",), ("segments", "ours graph cold", "ours sustained")),
     "cudnn-h200": Table("prefill-h200", ("shards",), GRAPH),
-    "cudnn-h100": Table("prefill-h100", ("shards",), GRAPH),
     "fp32": Table("prefill-h200", ("fp32",), FLOAT32),
     "decode-h200": Table("decode-h200", tuple(SHOWN), STEP, "us"),
     "engines-h100": Table("decode-h100", SERVED, ENGINE, "us"),

@@ -1,4 +1,4 @@
-"""The pictures of docs/kernels/: what a stage reads, does and leaves; and that of docs/parallel.md, with a column a rank.
+"""The pictures of docs/kernels/: what a stage reads, does and writes; and that of docs/parallel.md, with a column per rank.
 `python docs/pictures.py` writes them.
 
 A picture is columns of boxes, left to right. Grey boxes lie in memory, blue ones are work of a CTA, orange ones stay on chip

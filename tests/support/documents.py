@@ -3,7 +3,6 @@
     ```python                        runs: the blocks of a page are one program
     ```python title="FILE"           lines of a file of the repository, which tests of its own run
     ```bash                          commands: those of this repository are looked up
-    ```diff                          of docs/howto/gate.md, applied by its test
     ```text                          a picture
 
 `<!-- needs: a GPU -->` or `<!-- needs: an engine -->` before a block says why no test without one runs it.
@@ -71,7 +70,7 @@ def faults(text: str) -> list[str]:
 
 
 def _faults(block: Block) -> list[str]:
-    if block.language not in ("python", "bash", "diff", "text"):
+    if block.language not in ("python", "bash", "text"):
         return [f"a block in {block.language!r}" if block.language else "a block in no language"]
     if block.needs is not None:
         if block.needs not in NEEDS:

@@ -1,9 +1,8 @@
-"""The diffs of docs/howto/gate.md are a patch of the package, and the gate that it adds works."""
+"""gate.patch, which docs/howto/gate.md explains, applies to the package, and the gate that it adds works."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,11 +15,11 @@ from flashdelta.problem.problem import GateName
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif("relu" in get_args(GateName), reason="the page's patch was applied to this tree"),
+    pytest.mark.skipif("relu" in get_args(GateName), reason="the patch was applied to this tree"),
 ]
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "howto" / "gate.md"
+PATCH = Path(__file__).with_name("gate.patch")
 
 AGREES = """
 import torch
@@ -115,11 +114,10 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("gate")
     for name in ("src", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    diffs = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     # git would look for a repository around the folder, and leave alone what is outside of it
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
-    command = ["git", "apply", "-"]
-    done = subprocess.run(command, cwd=tree, env=environment, input="".join(diffs), capture_output=True, text=True)
+    command = ["git", "apply", str(PATCH)]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return tree
 

@@ -145,7 +145,7 @@ def test_the_picture_of_the_demos_model_is_of_two_kept_runs(small, monkeypatch: 
     examples, drawn = ROOT / "examples", []
     reference, gpu = (json.loads((examples / f"tiny_lm_losses{x}.json").read_text()) for x in ("", "_gpu"))
     rows = re.findall(r"^\| (\d+) \| [\d.]+ \| ([\d.]+) \|$", (examples / "README.md").read_text(), re.MULTILINE)
-    assert gpu["held_out"] == {step: float(loss) for step, loss in rows}
+    assert rows and {step: float(loss) for step, loss in rows}.items() <= gpu["held_out"].items()
     assert gpu["held_out"].keys() <= reference["held_out"].keys()
     last = {name: losses for name, losses in reference["held_out"].items() if name in gpu["held_out"]}
     assert small.compare(gpu, reference | {"held_out": last})[0]
