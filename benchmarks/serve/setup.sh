@@ -8,10 +8,12 @@ _python="${PYTHON:-python3}"
 export SERVE_DIR="${SERVE_DIR:-${TMPDIR:-/tmp}/flashdelta_serve}"
 mkdir -p "$SERVE_DIR/site" "$SERVE_DIR/plugin/flashdelta-0.dist-info"
 if [ ! -e "$SERVE_DIR/site/.done" ]; then
+  _unpacking=()
   for _piece in "$_bundle"/*.tar.xz; do
     "$_python" -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter='data')" "$_piece" "$SERVE_DIR/site" &
+    _unpacking+=($!)
   done
-  wait
+  wait "${_unpacking[@]}"  # not for other jobs of the shell
   "$_python" -m compileall -q -j 0 "$SERVE_DIR/site" >/dev/null 2>&1  # seconds saved in every process
   touch "$SERVE_DIR/site/.done"
 fi
