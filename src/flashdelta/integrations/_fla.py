@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module, metadata, util
 from types import ModuleType
 from typing import Any
@@ -306,8 +307,13 @@ def enable() -> None:
     if _State.obstacle is not None:
         _warn(_State.obstacle)
     elif not _State.enabled:
-        if not torch.cuda.is_available():
-            _replace_modules()
+        _patch_device_context()
+        from . import _transformers
+
+        for name in GENERATION:
+            _State.patches.when_imported(name, partial(_transformers.refuse_generation, _State.patches))
+        if util.find_spec("transformers") is not None:
+            _transformers.patch(_State.patches, is_on)
         if torch.__version__ < (2, 12) and not is_forbidden():
             _State.patches.when_imported(TRANSFORMERS, _correct)
         _State.enabled = True
@@ -319,12 +325,12 @@ def disable() -> None:
     _State.patches.restore()
 
 
-def _warn(difference: str, left: str = "all") -> None:
-    """Once. `left`: what of FLA stays FLA's."""
+def _warn(difference: str) -> None:
+    """Once."""
     if not _State.warned:
         _State.warned = True
         known = f"it was written for {', '.join(READ)}"
-        warnings.warn(f"flashdelta leaves {left} of FLA {version()} as it is ({known}): {difference}", stacklevel=3)
+        warnings.warn(f"flashdelta leaves all of FLA {version()} as it is ({known}): {difference}", stacklevel=3)
 
 
 def status() -> Status:
@@ -340,9 +346,27 @@ def status() -> Status:
         return Status("fla", "off" if _State.obstacle == DISPATCH_OFF else "unknown version", found, _State.obstacle)
     if is_forbidden():
         return Status("fla", "off", found, f"{ENVIRONMENT}={os.environ[ENVIRONMENT]}")
+    broken = _generation_obstacle()
+    note = "" if broken is None else f"; {broken}: refused"
     if _State.enabled:
-        return Status("fla", "active", found, f"replaces {', '.join(ADAPTERS)}")
-    return Status("fla", "possible", found, "import flashdelta.integrations.fla")
+        return Status("fla", "active", found, f"replaces {', '.join(ADAPTERS)}{note}")
+    return Status("fla", "possible", found, f"import flashdelta.integrations.fla{note}")
+
+
+GENERATION = ("fla.models.generation_utils", "fla.models.utils")
+"""Where FLA has its models' `FLAGenerationMixin`: 0.6, and 0.5."""
+
+
+def _generation_obstacle() -> str | None:
+    """Why FLA's own models can't generate with the transformers that is there."""
+    from . import _transformers
+
+    for name in GENERATION:
+        with suppress(ImportError):
+            mixin = getattr(import_module(name), "FLAGenerationMixin", None)
+            if mixin is not None:
+                return _transformers.generates(mixin)
+    return None
 
 
 def is_installed() -> bool:
@@ -425,16 +449,9 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def _replace_modules() -> None:
-    """FLA's convolutions, norms and losses, which have nothing to run on a CPU."""
-    from .fla_cpu import on_cpu, replacements
-
-    found, left = replacements()
-    for module, name, ours in found:
-        _State.patches.set(module, name, on_cpu(ours, getattr(module, name), is_on))
-    if left:
-        _warn("; ".join(left), "some")
+def _patch_device_context() -> None:
+    """FLA 0.5 asks torch.cpu for the device of no index."""
     utils = import_module("fla.utils")
     theirs = getattr(utils, "custom_device_ctx", None)
-    if theirs is not None and theirs.__module__ == "fla.utils":  # 0.5, which asks torch.cpu for the device of no index
+    if theirs is not None and theirs.__module__ == "fla.utils":
         _State.patches.set(utils, theirs.__name__, lambda index: nullcontext() if index is None else theirs(index))
