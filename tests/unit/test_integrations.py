@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -601,6 +603,7 @@ TINY = {
 
 
 def ling() -> Any:
+    pytest.importorskip("transformers.models.bailing_hybrid")
     from transformers import BailingHybridConfig, BailingHybridForCausalLM
 
     torch.manual_seed(0)
@@ -656,9 +659,10 @@ def step(model: Any, ids: Tensor, **named: Any) -> tuple[float, dict[str, Tensor
 def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Gives FLA's layer a plain recurrence for KDA, and transformers' its own PyTorch code."""
     from fla.layers import kda as layer
-    from transformers.models.bailing_hybrid import modeling_bailing_hybrid
-    from transformers.models.glm5_next import modeling_glm5_next
-    from transformers.models.kimi_linear import modeling_kimi_linear
+    from flashdelta.integrations._transformers import MODELS, path
+
+    there = (name for name in MODELS if find_spec(f"transformers.models.{name}") is not None)
+    files = [import_module(path(name)) for name in there]
 
     def plain(**call: Any) -> tuple[Tensor, Tensor | None]:
         o, state = plain_kda(**call)
@@ -667,7 +671,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def switch() -> None:
         for name in ("chunk_kda", "fused_recurrent_kda"):
             monkeypatch.setattr(layer, name, plain)
-        for file in (modeling_kimi_linear, modeling_bailing_hybrid, modeling_glm5_next):
+        for file in files:
             for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
                 monkeypatch.setattr(file, name, inspect.unwrap(getattr(file, name)))
 
@@ -718,7 +722,7 @@ def test_models_generate_alike(make: Callable, plainly: Callable, counted: list[
 
     asked = {"return_dict_in_generate": True, "output_logits": True}
     if make is not kimi and FLA_CACHES_ARE_LOST:
-        with pytest.raises(RuntimeError, match="FLA's own models can't generate with a cache.*use_cache=False"):
+        with pytest.raises(RuntimeError, match=r"FLA's own models can't generate with a cache.*use_cache=False"):
             generated()
         asked["use_cache"] = False
         assert torch.equal(generated().sequences, generated().sequences)

@@ -164,7 +164,7 @@ def packed_attention(theirs: Callable[..., Any], is_on: Callable[[], bool]) -> C
 # ---- FLA's own models -------------------------------------------------------------------------------------------------
 
 
-def generates(mixin: type) -> str | None:
+def generates(mixin: Any) -> str | None:
     """Why FLA's models, whose class of generation this is, can't generate with a cache, or None: from 5.24 on, transformers
     passes it as `cache`, where they read `past_key_values`, and every token would begin with an empty one."""
     theirs, base = (inspect.signature(x.prepare_inputs_for_generation).parameters for x in (mixin, mixin.__mro__[1]))

@@ -223,8 +223,8 @@ class KimiDeltaAttention(nn.Module):
             cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), as in `chunk_kda`. No
                 sequence sees another one, in the convolutions neither. Outputs in rows of no sequence are undefined, but no
                 gradient that is zero there brings them to a parameter; inputs there must be finite for that.
-            attention_mask: `[B, >= T]` bool or integer, of which the last `T` columns count, as in FLA's layer: zero where `x` has
-                padding, on either side or between. Such rows are left out, as if the sequences were packed, and their
+            attention_mask: `[B, >= T]` bool or integer, of which the last `T` columns count, as in FLA's layer: zero where `x`
+                has padding, on either side or between. Such rows are left out, as if the sequences were packed, and their
                 outputs are zero. The host waits for the device to count them.
             pool: instead of a cache: sequences go on from their slots and leave what comes next there. No gradients. With one
                 token a sequence, not packed, and heads of 32 to 128 channels it is one launch between the projections
@@ -293,7 +293,7 @@ class KimiDeltaAttention(nn.Module):
     def make_pool(
         self, slots: int, *, state_dtype: torch.dtype = torch.float32, dtype: torch.dtype | None = None
     ) -> KdaPool:
-        """A pool of so many slots, zeros, where the layer is; its windows in `dtype`, the layer's own by default.
+        """A pool of so many slots, zeros, where the layer is; its windows in `dtype`, that of the layer's filters by default.
 
         Raises:
             ValueError, TypeError: a number of slots, or a dtype, that is none.
@@ -302,10 +302,10 @@ class KimiDeltaAttention(nn.Module):
         _check_one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float64))
         _check_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
         share, own = share_of_weights(self), self.conv_weight
-        shape = (slots, self.conv_size - 1, share.heads(sum(self.conv_channels)))
-        conv = torch.zeros(shape, dtype=dtype or own.dtype, device=own.device).mT
-        shape = (slots, share.heads(self.num_v_heads), self.head_v_dim, self.head_dim)
-        return KdaPool(conv, torch.zeros(shape, dtype=state_dtype, device=own.device))
+        windows = (slots, self.conv_size - 1, share.heads(sum(self.conv_channels)))
+        states = (slots, share.heads(self.num_v_heads), self.head_v_dim, self.head_dim)
+        conv = torch.zeros(windows, dtype=dtype or own.dtype, device=own.device).mT
+        return KdaPool(conv, torch.zeros(states, dtype=state_dtype, device=own.device))
 
     @torch.no_grad()
     def explain(self, batch: int, tokens: int) -> Explanation:
@@ -328,7 +328,7 @@ class KimiDeltaAttention(nn.Module):
         return share_of(self, {name: y.shape[-1] for name, y in p.items()}, heads), p
 
     def _masked(
-        self, x: Tensor, mask: object, none: dict[str, object], options: dict[str, Any]
+        self, x: Tensor, mask: Any, none: dict[str, object], options: dict[str, Any]
     ) -> tuple[Tensor, KdaCache | None]:
         """A forward of the tokens that the mask leaves, packed."""
         self._check_inputs(x, options["cache"], None)
