@@ -23,9 +23,10 @@ HUB_VERSION = 1
 OPERATORS = re.compile(r"\b(flashdelta|kda_prefill)(?=::)|(?<=torch\.ops\.)(flashdelta|kda_prefill)\b")
 
 
-def build(folder: Path) -> Path:
-    """Writes the kernel to `folder`, which must be new or one of an earlier build; returns that."""
-    version = re.search(r'__version__ = "(.*)"', (PACKAGE / "__init__.py").read_text())[1]
+def build(folder: Path, version: str | None = None) -> Path:
+    """Writes the kernel to `folder`, which must be new or one of an earlier build; returns that. `version`: the package's by
+    default."""
+    version = version or re.search(r'__version__ = "(.*)"', (PACKAGE / "__init__.py").read_text())[1]
     suffix = re.sub(r"\W", "_", version)
     target = folder / "build" / VARIANT
     shutil.rmtree(folder / "build", ignore_errors=True)

@@ -1,5 +1,5 @@
-"""Functions that transformers' models ask the hub for, as `kernels` wants them: layers without parameters, with the signatures of
-transformers' own functions. Packed sequences come as `cu_seqlens` or as `cu_seq_lens_q`."""
+"""Functions that transformers' models ask the hub for, as `kernels` wants them: layers without parameters, with the signatures
+of transformers' own functions. Packed sequences come as `cu_seqlens` or as `cu_seq_lens_q`."""
 
 from __future__ import annotations
 
