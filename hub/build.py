@@ -14,7 +14,17 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "src" / "flashdelta"
-LEFT_OUT = ("tools", "testing", "__main__.py", "__pycache__", "*.pyc", "_fla.py", "_vllm.py", "_sglang.py")
+LEFT_OUT = (
+    "tools",
+    "testing",
+    "__main__.py",
+    "__pycache__",
+    "*.pyc",
+    "_fla.py",
+    "_transformers.py",
+    "_vllm.py",
+    "_sglang.py",
+)
 LEFT_OUT += ("fla.py", "vllm.py", "sglang.py", "engine.py")
 VARIANT = "torch-universal"
 HUB_VERSION = 1

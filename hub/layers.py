@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .integrations._transformers import packed_attention, packed_convolution
+from .integrations.packing import packed_attention, packed_convolution
 from .ops.chunk import chunk_kda
 from .ops.convolution import short_convolution
 from .ops.recurrent import fused_recurrent_kda

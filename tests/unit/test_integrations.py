@@ -37,7 +37,7 @@ transformers = pytest.importorskip("transformers")
 warnings.filterwarnings("ignore", message="Triton is not supported")
 
 from flashdelta import integrations  # noqa: E402
-from flashdelta.integrations import _fla, _transformers  # noqa: E402
+from flashdelta.integrations import _fla, _transformers, packing  # noqa: E402
 from flashdelta.integrations.patches import Patches  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -527,12 +527,11 @@ def test_transformers_stands_where_fla_does(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_fla, "is_installed", lambda: False)
     status = integrations.status("transformers")
     assert status.state == "off" and "not installed: pip install flash-linear-attention" in status.reason
-    for model, (layer, _) in _transformers.MODELS.items():
+    for model, (layer, _) in packing.MODELS.items():
         if find_spec(f"transformers.models.{model}") is None:
             continue
         with monkeypatch.context() as patch:
-            patch.setattr(_transformers, "CONVOLUTION", "another_convolution(x)")
-            patch.setattr(_transformers, "MODELS", {model: (layer, "")})
+            patch.setattr(packing, "CONVOLUTION", "another_convolution(x)")
             status = integrations.status("transformers")
         assert status.state == "unknown version" and f"{layer}.forward lacks another" in status.reason
 
@@ -662,7 +661,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Gives FLA's layer a plain recurrence for KDA, and transformers' its own PyTorch code."""
     from fla.layers import kda as layer
 
-    from flashdelta.integrations._transformers import MODELS, path
+    from flashdelta.integrations.packing import MODELS, path
 
     there = (name for name in MODELS if find_spec(f"transformers.models.{name}") is not None)
     files = [import_module(path(name)) for name in there]

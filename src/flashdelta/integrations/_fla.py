@@ -7,6 +7,7 @@ arguments it knows and a kernel supports; FLA runs the others. On a CPU, where F
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -14,7 +15,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module, metadata, util
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from .. import chunk_kda, fused_recurrent_kda, kernels
 from ..problem import switches
 from ..runtime.supports import Asked, Support, ask, remembered
-from . import Status
+from . import Status, packing
 from .patches import Patches
 
 ENVIRONMENT = "FLA_FLASHDELTA"
@@ -308,12 +308,10 @@ def enable() -> None:
         _warn(_State.obstacle)
     elif not _State.enabled:
         _patch_device_context()
-        from . import _transformers
-
         for name in GENERATION:
-            _State.patches.when_imported(name, partial(_transformers.refuse_generation, _State.patches))
+            _State.patches.when_imported(name, _refuse_generation)
         if util.find_spec("transformers") is not None:
-            _transformers.patch(_State.patches, is_on)
+            packing.patch(_State.patches, is_on)
         if torch.__version__ < (2, 12) and not is_forbidden():
             _State.patches.when_imported(TRANSFORMERS, _correct)
         _State.enabled = True
@@ -359,14 +357,39 @@ GENERATION = ("fla.models.generation_utils", "fla.models.utils")
 
 def _generation_obstacle() -> str | None:
     """Why FLA's own models can't generate with the transformers that is there."""
-    from . import _transformers
-
     for name in GENERATION:
         with suppress(ImportError):
             mixin = getattr(import_module(name), "FLAGenerationMixin", None)
             if mixin is not None:
-                return _transformers.generates(mixin)
+                return generation_obstacle(mixin)
     return None
+
+
+def generation_obstacle(mixin: Any) -> str | None:
+    """Why models of FLA, whose class of generation this is, can't generate with a cache, or None: from 5.24 on, transformers
+    passes it as `cache`, where they read `past_key_values`, and every token would begin with an empty one."""
+    theirs, base = (inspect.signature(x.prepare_inputs_for_generation).parameters for x in (mixin, mixin.__mro__[1]))
+    if "cache" not in base or "cache" in theirs:
+        return None
+    version = metadata.version("transformers")
+    return f"FLA's own models can't generate with a cache with transformers {version} (before 5.24 they can)"
+
+
+def _refuse_generation(module: ModuleType) -> None:
+    """Lets FLA's models refuse what they would generate wrongly."""
+    mixin = vars(module).get("FLAGenerationMixin")
+    if mixin is None or mixin.__module__ != module.__name__ or (reason := generation_obstacle(mixin)) is None:
+        return
+    theirs = mixin.prepare_inputs_for_generation
+
+    @functools.wraps(theirs)
+    def prepare_inputs_for_generation(*arguments: Any, **named: Any) -> Any:
+        if named.get("use_cache", True):
+            ways = "pip install 'transformers<5.24', pass use_cache=False, or use the model of transformers"
+            raise RuntimeError(f"{reason}: {ways}")
+        return theirs(*arguments, **named)
+
+    _State.patches.set(mixin, theirs.__name__, prepare_inputs_for_generation)
 
 
 def is_installed() -> bool:
