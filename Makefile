@@ -56,7 +56,7 @@ test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, an
 # what pip has today, beside what the extra `test` pins
 NEWEST := $(abspath $(VENV))/newest
 
-test-integrations: $(STAMP) ## test the integrations with the newest FLA, transformers and kernels, and the wheels of vLLM and SGLang (downloads 400 MB)
+test-integrations: $(STAMP) ## test the integrations with the newest of what they integrate (downloads 420 MB)
 	@rm -rf $(NEWEST)
 	@$(PIP) install --no-deps --target $(NEWEST) transformers flash-linear-attention fla-core kernels
 	@FLASHDELTA_NEWEST=$(NEWEST) FLASHDELTA_WHEELS=$(abspath $(VENV))/wheels OMP_NUM_THREADS=1 \

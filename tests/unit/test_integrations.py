@@ -799,6 +799,17 @@ def test_packed_documents_are_documents_by_themselves(make: Callable, way: str, 
     assert set(counted) == {"chunk_kda"} and len(counted) == (n + 2) * 2
 
 
+@pytest.mark.slow
+def test_packed_documents_checkpointed_and_compiled():
+    model, ids = kimi().train(), ids_of(1, sum(DOCUMENTS))
+    call = {"position_ids": positions(*DOCUMENTS)[None], "cu_seq_lens_q": offsets(*DOCUMENTS)}
+    plain = step(model, ids, **call)
+    torch._dynamo.reset()
+    hold(step(torch.compile(model, backend="aot_eager"), ids, **call), plain)
+    model.gradient_checkpointing_enable()
+    hold(step(model, ids, **call), plain, 1e-6)
+
+
 def test_packed_rows_and_tails():
     """Two rows of documents, with rows of no document behind them; and a cache, which can't be."""
     model, ids = kimi().eval(), ids_of(2, 40)
