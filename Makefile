@@ -35,7 +35,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full test-integrations record gate compile-all gpu-test fuzz release-check lint format docs bench clean
+.PHONY: help demo check test test-full test-integrations hub record gate compile-all gpu-test fuzz release-check lint format docs bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,8 +53,17 @@ test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, an
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
 	@$(MAKE) compile-all
 
-test-integrations: $(STAMP) ## test the integrations against the wheels of vLLM and SGLang (downloads 400 MB)
-	@FLASHDELTA_WHEELS=$(abspath $(VENV))/wheels $(BIN)/python -m pytest -q tests/contract
+# what pip has today, beside what the extra `test` pins
+NEWEST := $(abspath $(VENV))/newest
+
+test-integrations: $(STAMP) ## test the integrations with the newest of what they integrate (downloads 420 MB)
+	@rm -rf $(NEWEST)
+	@$(PIP) install --no-deps --target $(NEWEST) transformers flash-linear-attention fla-core kernels
+	@FLASHDELTA_NEWEST=$(NEWEST) FLASHDELTA_WHEELS=$(abspath $(VENV))/wheels OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -q tests/contract tests/unit/test_integrations.py
+
+hub: ## build a kernel for the Hugging Face hub into build/hub
+	@$(PYTHON) hub/build.py build/hub
 
 record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interpreter tests of what changed
 	@$(BIN)/python -m tests.compile record

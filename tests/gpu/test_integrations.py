@@ -297,3 +297,30 @@ def test_a_question_while_a_graph_is_captured_and_how_long_flas_takes():
         ratio, seconds = min(pace(lambda given=given: asked.refusal(given)) for _ in range(3))
         print(f"refused: {refused}, {seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
         assert ratio < MOST_YARDSTICKS
+
+
+def test_packed_documents_are_documents_by_themselves():
+    """Hugging Face's Kimi-Linear, logits and gradients: transformers alone lets each see the one before."""
+    torch.manual_seed(0)
+    lengths = (700, 48, 1300)
+    model, ids = cast(kimi_model().cuda()), torch.randint(3, VOCABULARY, (1, sum(lengths)), device="cuda")
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    positions = torch.cat([torch.arange(n, device="cuda") for n in lengths])[None]
+    call = {
+        "position_ids": positions,
+        "cu_seq_lens_q": cu,
+        "cu_seq_lens_k": cu,
+        "max_length_q": 1300,
+        "max_length_k": 1300,
+    }
+
+    def found(logits: Tensor) -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        logits.float().square().mean().backward()
+        grads = {name: p.grad.float() for name, p in model.named_parameters() if "self_attn" in name}
+        return {"logits": logits.detach().float()} | grads
+
+    packed = found(model(ids, **call).logits)
+    alone = found(torch.cat([model(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1))
+    for name, x in alone.items():
+        assert relative_error(packed[name], x) < 0.03, name

@@ -5,7 +5,7 @@
     ```bash                          commands: those of this repository are looked up
     ```text                          a picture
 
-`<!-- needs: a GPU -->` or `<!-- needs: an engine -->` before a block says why no test without one runs it.
+`<!-- needs: a GPU -->`, or another of `NEEDS`, before a block says why no test without one runs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from flashdelta.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>.*?) -->\n)?```(?P<info>.*)\n(?P<code>(?:.*\n)*?)```$", re.MULTILINE)
-NEEDS = {"a GPU": ("cuda",), "an engine": ("vllm", "sglang")}
+NEEDS = {"a GPU": ("cuda",), "an engine": ("vllm", "sglang"), "a framework": ("nemo_automodel", "torchtitan")}
+NEEDS |= {"ranks": ("init_device_mesh",), "kernels": ("KernelConfig",)}
 """Marks, and the words one of which their blocks have."""
 
 HEADING = re.compile(r"^(#+) +(.*)$", re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import os
@@ -11,8 +12,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +27,16 @@ from torch import Tensor
 from flashdelta.testing.oracle import relative_error
 
 from ..full import FULL
+from ..support import fla_modules
 
 pytest.importorskip("fla")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 # FLA says that it finds no GPU
 warnings.filterwarnings("ignore", message="Triton is not supported")
 
 from flashdelta import integrations  # noqa: E402
-from flashdelta.integrations import _fla, _transformers  # noqa: E402
+from flashdelta.integrations import _fla, _transformers, packing  # noqa: E402
 from flashdelta.integrations.patches import Patches  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +46,8 @@ TOLERANCE = 2e-5
 
 
 @pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
+def enabled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fla_modules.put(monkeypatch)
     _fla.enable()
     yield
     _fla.disable()
@@ -347,25 +351,6 @@ def test_on_and_off(counted: list[str], monkeypatch: pytest.MonkeyPatch):
     assert integrations.status("fla").state == "active"
 
 
-def test_modules_are_replaced_once_and_put_back(monkeypatch: pytest.MonkeyPatch):
-    from fla.modules.norm import layernorm
-
-    ours = layernorm.rms_norm
-    _fla.enable()
-    assert layernorm.rms_norm is ours
-    monkeypatch.setenv(_fla.ENVIRONMENT, "0")
-    with pytest.raises(RuntimeError, match="driver"):  # FLA's own, which wants a GPU
-        layernorm.rms_norm(torch.ones(2, 8), torch.ones(8), None)
-    monkeypatch.delenv(_fla.ENVIRONMENT)
-    layernorm.rms_norm(torch.ones(2, 8), torch.ones(8), None)
-    _fla.disable()
-    theirs = layernorm.rms_norm
-    assert theirs is not ours
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    _fla.enable()
-    assert layernorm.rms_norm is theirs  # FLA's kernels run there
-
-
 def test_a_graph_that_is_compiled_is_not_exported(monkeypatch: pytest.MonkeyPatch):
     """PyTorch 2.11 says that it is, for which transformers takes its own code."""
     from transformers.integrations import hub_kernels
@@ -528,21 +513,25 @@ def test_transformers_stands_where_fla_does(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_fla, "is_installed", lambda: False)
     status = integrations.status("transformers")
     assert status.state == "off" and "not installed: pip install flash-linear-attention" in status.reason
-    seam = replace(_transformers.SEAMS[0], text="another_decorator('chunk_kda')")
-    monkeypatch.setattr(_transformers, "SEAMS", (seam,))
-    status = integrations.status("transformers")
-    assert status.state == "unknown version" and "chunk_kimi_delta_attention lacks another" in status.reason
+    for model, (layer, _) in packing.MODELS.items():
+        if find_spec(f"transformers.models.{model}") is None:
+            continue
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "CONVOLUTION", "another_convolution(x)")
+            status = integrations.status("transformers")
+        assert status.state == "unknown version" and f"{layer}.forward lacks another" in status.reason
 
 
-def test_versions_in_the_docs_are_those_that_are_installed():
-    """By the extras: the oldest by `fla`, the newest by `test`."""
+def test_versions_in_the_docs_are_those_that_were_run():
+    """And those that the extra `fla` allows."""
     table = (ROOT / "docs" / "integrations.md").read_text()
-    extras = (ROOT / "pyproject.toml").read_text()
-    oldest, newest = re.search(r"`transformers`\) \| ([\d.]+) to ([\d.]+) ", table).groups()
-    assert re.search(rf'^fla = .*"transformers>={re.escape(oldest)},<6"', extras, flags=re.MULTILINE)
-    assert re.search(rf'^test = .*"transformers=={re.escape(newest)}\.\d+;', extras, flags=re.MULTILINE)
-    oldest, newest = re.search(r"`flash-linear-attention`\) \| ([\d.]+) to ([\d.]+) ", table).groups()
-    assert (oldest, newest) == (_fla.READ[0], _fla.READ[-1])
+    extra = re.search(r"^fla = .*", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)[0]
+    for read, package in ((_fla.READ, "flash-linear-attention"), (_transformers.READ, "transformers")):
+        oldest, newest = re.search(rf"`{package}`\) \| ([\d.]+) to ([\d.]+) ", table).groups()
+        assert (oldest, newest) == (read[0], read[-1])
+        least, below = re.search(rf'"{package}>=([\d.]+),<([\d.]+)"', extra).groups()
+        major, minor, *patch = map(int, newest.split("."))
+        assert read[0].startswith(least) and below == (f"{major}.{minor}.{patch[0] + 1}" if patch else f"5.{minor + 1}")
 
 
 @pytest.mark.parametrize("word", ("0", "false", "Off", "NO"))
@@ -564,13 +553,13 @@ def test_importing_the_package_imports_no_framework():
 
 
 def kda(**options: Any) -> Any:
-    """FLA's own model, tiny, with everything fused that it fuses by default."""
+    """FLA's own model, tiny."""
     from fla.models import KDAConfig, KDAForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_heads": H, "head_dim": K, "pad_token_id": 0, "eos_token_id": 60}
-    return KDAForCausalLM(KDAConfig(**sizes, **heads, **options))
+    return KDAForCausalLM(KDAConfig(**sizes, **heads, **fla_modules.UNFUSED, **options))
 
 
 def kimi() -> Any:
@@ -601,6 +590,7 @@ TINY = {
 
 
 def ling() -> Any:
+    pytest.importorskip("transformers.models.bailing_hybrid")
     from transformers import BailingHybridConfig, BailingHybridForCausalLM
 
     torch.manual_seed(0)
@@ -634,7 +624,7 @@ MODELS = {
     "Kimi-Linear": kimi,
     "FLA": kda,
     "FLA, bounded": partial(kda, safe_gate=True, lower_bound=-5.0, num_v_heads=2 * H, allow_neg_eigval=True),
-    "FLA, plain": partial(kda, use_short_conv=False, fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False),
+    "FLA, plain": partial(kda, use_short_conv=False),
 }
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
@@ -656,9 +646,11 @@ def step(model: Any, ids: Tensor, **named: Any) -> tuple[float, dict[str, Tensor
 def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Gives FLA's layer a plain recurrence for KDA, and transformers' its own PyTorch code."""
     from fla.layers import kda as layer
-    from transformers.models.bailing_hybrid import modeling_bailing_hybrid
-    from transformers.models.glm5_next import modeling_glm5_next
-    from transformers.models.kimi_linear import modeling_kimi_linear
+
+    from flashdelta.integrations.packing import MODELS, path
+
+    there = (name for name in MODELS if find_spec(f"transformers.models.{name}") is not None)
+    files = [import_module(path(name)) for name in there]
 
     def plain(**call: Any) -> tuple[Tensor, Tensor | None]:
         o, state = plain_kda(**call)
@@ -667,9 +659,9 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def switch() -> None:
         for name in ("chunk_kda", "fused_recurrent_kda"):
             monkeypatch.setattr(layer, name, plain)
-        for file in (modeling_kimi_linear, modeling_bailing_hybrid, modeling_glm5_next):
+        for file in files:
             for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
-                monkeypatch.setattr(file, name, getattr(file, name).__wrapped__)
+                monkeypatch.setattr(file, name, inspect.unwrap(getattr(file, name)))
 
     return switch
 
@@ -704,6 +696,9 @@ def test_packed_sequences_train_alike(plainly: Callable):
     hold(found, step(model, ids, cu_seqlens=offsets))
 
 
+FLA_CACHES_ARE_LOST = transformers.__version__ >= "5.24"
+
+
 @every_model
 def test_models_generate_alike(make: Callable, plainly: Callable, counted: list[str]):
     """Token by token, every step's scores."""
@@ -714,6 +709,12 @@ def test_models_generate_alike(make: Callable, plainly: Callable, counted: list[
         return model.generate(ids, **options, attention_mask=torch.ones_like(ids), **asked)
 
     asked = {"return_dict_in_generate": True, "output_logits": True}
+    if make is not kimi and FLA_CACHES_ARE_LOST:
+        with pytest.raises(RuntimeError, match=r"FLA's own models can't generate with a cache.*use_cache=False"):
+            generated()
+        asked["use_cache"] = False
+        assert torch.equal(generated().sequences, generated().sequences)
+        return
     found = generated()
     # FLA's layer takes its recurrence for short prompts, too
     assert counted == (["chunk_kda"] if make is kimi else ["fused_recurrent_kda"]) * 2 + ["fused_recurrent_kda"] * 22
@@ -725,6 +726,92 @@ def test_models_generate_alike(make: Callable, plainly: Callable, counted: list[
     with torch.no_grad():
         logits = model(input_ids=found.sequences).logits[:, 10:-1]
     near(torch.stack(found.logits, 1), logits, 1e-4)
+
+
+DOCUMENTS = (13, 22, 5)
+
+
+def offsets(*lengths: int) -> Tensor:
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def positions(*lengths: int) -> Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])
+
+
+WAYS = {
+    "positions": lambda cu: {},
+    "collator": lambda cu: {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 22, "max_length_k": 22},
+    "FLA's name": lambda cu: {"cu_seqlens": cu},
+    "all": lambda cu: {"cu_seqlens": cu, "cu_seq_lens_q": cu, "seq_idx": positions(40)[None].int()},
+}
+
+
+def head_and_gradients(model: Any, call: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and gradients of a sum of their squares."""
+    model.zero_grad(set_to_none=True)
+    logits = call()
+    logits.square().sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [kimi, ling, Headed], ids=["Kimi-Linear", "Ling", "GLM"])
+def test_packed_documents_are_documents_by_themselves(make: Callable, way: str, counted: list[str]):
+    """ms-swift #9618, transformers #46093, slime #1686: logits, and every gradient, packed and padded on the left."""
+    model, ids, n = make().eval(), ids_of(1, sum(DOCUMENTS)), len(DOCUMENTS)
+    run = (
+        model
+        if make is not Headed
+        else lambda **call: SimpleNamespace(logits=model.head(model.model(**call).last_hidden_state))
+    )
+    each = ids.split(DOCUMENTS, 1)
+    want, grads = head_and_gradients(
+        model, lambda: torch.cat([run(input_ids=x, use_cache=False).logits for x in each], 1)
+    )
+    call = {"input_ids": ids, "position_ids": positions(*DOCUMENTS)[None]} | WAYS[way](offsets(*DOCUMENTS))
+    found = head_and_gradients(model, lambda: run(**call).logits)
+    near(found[0], want, 2e-6)
+    longest = max(DOCUMENTS)
+    mask = torch.stack([F.pad(torch.ones_like(x[0]), (longest - x.shape[1], 0)) for x in each])
+    padded = torch.zeros_like(mask).masked_scatter(mask.bool(), ids)
+    again = head_and_gradients(
+        model, lambda: run(input_ids=padded, attention_mask=mask, use_cache=False).logits[mask.bool()][None]
+    )
+    near(again[0], want, 2e-6)
+    for name, x in grads.items():
+        near(found[1][name], x, 2e-5)
+        near(again[1][name], x, 2e-5)
+    assert set(counted) == {"chunk_kda"} and len(counted) == (n + 2) * 2
+
+
+@pytest.mark.slow
+def test_packed_documents_checkpointed_and_compiled():
+    model, ids = kimi().train(), ids_of(1, sum(DOCUMENTS))
+    call = {"position_ids": positions(*DOCUMENTS)[None], "cu_seq_lens_q": offsets(*DOCUMENTS)}
+    plain = step(model, ids, **call)
+    torch._dynamo.reset()
+    hold(step(torch.compile(model, backend="aot_eager"), ids, **call), plain)
+    model.gradient_checkpointing_enable()
+    hold(step(model, ids, **call), plain, 1e-6)
+
+
+def test_packed_rows_and_tails():
+    """Two rows of documents, with rows of no document behind them; and a cache, which can't be."""
+    model, ids = kimi().eval(), ids_of(2, 40)
+    flat, cu = ids.view(1, -1), offsets(*DOCUMENTS, 30)
+    call = {"input_ids": ids, "position_ids": positions(*DOCUMENTS, 30, 10).view(2, -1)}
+    with torch.no_grad():
+        each = flat.split((*DOCUMENTS, 30, 10), 1)
+        want = torch.cat([model(x, use_cache=False).logits for x in each], 1)
+        found = model(**call | {"cu_seqlens": torch.cat([cu, torch.tensor([80])])}).logits.view(1, 80, -1)
+    assert relative_error(found[:, :40], want[:, :40]) < 2e-6
+    loss = model(**call, cu_seq_lens_q=cu).logits.view(80, -1)[:70].square().sum()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    cache = transformers.DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="without a cache"):
+        model(flat, cu_seq_lens_q=offsets(*DOCUMENTS, 40), past_key_values=cache)
 
 
 @every_model

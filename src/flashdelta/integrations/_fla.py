@@ -7,6 +7,7 @@ arguments it knows and a kernel supports; FLA runs the others. On a CPU, where F
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -24,7 +25,7 @@ from .. import chunk_kda, fused_recurrent_kda, kernels
 from ..backends import KERNEL
 from ..problem import switches
 from ..runtime.call import public_call
-from . import Status
+from . import Status, packing
 from .patches import Patches
 
 ENVIRONMENT = "FLA_FLASHDELTA"
@@ -298,8 +299,11 @@ def enable() -> None:
     if _State.obstacle is not None:
         _warn(_State.obstacle)
     elif not _State.enabled:
-        if not torch.cuda.is_available():
-            _replace_modules()
+        _patch_device_context()
+        for name in GENERATION:
+            _State.patches.when_imported(name, _refuse_generation)
+        if util.find_spec("transformers") is not None:
+            packing.patch(_State.patches, is_on)
         if torch.__version__ < (2, 12) and not is_forbidden():
             _State.patches.when_imported(TRANSFORMERS, _correct)
         _State.enabled = True
@@ -311,12 +315,12 @@ def disable() -> None:
     _State.patches.restore()
 
 
-def _warn(difference: str, left: str = "all") -> None:
-    """Once. `left`: what of FLA stays FLA's."""
+def _warn(difference: str) -> None:
+    """Once."""
     if not _State.warned:
         _State.warned = True
         known = f"it was written for {', '.join(READ)}"
-        warnings.warn(f"flashdelta leaves {left} of FLA {version()} as it is ({known}): {difference}", stacklevel=3)
+        warnings.warn(f"flashdelta leaves all of FLA {version()} as it is ({known}): {difference}", stacklevel=3)
 
 
 def status() -> Status:
@@ -332,9 +336,52 @@ def status() -> Status:
         return Status("fla", "off" if _State.obstacle == DISPATCH_OFF else "unknown version", found, _State.obstacle)
     if is_forbidden():
         return Status("fla", "off", found, f"{ENVIRONMENT}={os.environ[ENVIRONMENT]}")
+    broken = _generation_obstacle()
+    note = "" if broken is None else f"; {broken}: refused"
     if _State.enabled:
-        return Status("fla", "active", found, f"replaces {', '.join(ADAPTERS)}")
-    return Status("fla", "possible", found, "import flashdelta.integrations.fla")
+        return Status("fla", "active", found, f"replaces {', '.join(ADAPTERS)}{note}")
+    return Status("fla", "possible", found, f"import flashdelta.integrations.fla{note}")
+
+
+GENERATION = ("fla.models.generation_utils", "fla.models.utils")
+"""Where FLA has its models' `FLAGenerationMixin`: 0.6, and 0.5."""
+
+
+def _generation_obstacle() -> str | None:
+    """Why FLA's own models can't generate with the transformers that is there."""
+    for name in GENERATION:
+        with suppress(ImportError):
+            mixin = getattr(import_module(name), "FLAGenerationMixin", None)
+            if mixin is not None:
+                return generation_obstacle(mixin)
+    return None
+
+
+def generation_obstacle(mixin: Any) -> str | None:
+    """Why models of FLA, whose class of generation this is, can't generate with a cache, or None: from 5.24 on, transformers
+    passes it as `cache`, where they read `past_key_values`, and every token would begin with an empty one."""
+    theirs, base = (inspect.signature(x.prepare_inputs_for_generation).parameters for x in (mixin, mixin.__mro__[1]))
+    if "cache" not in base or "cache" in theirs:
+        return None
+    version = metadata.version("transformers")
+    return f"FLA's own models can't generate with a cache with transformers {version} (before 5.24 they can)"
+
+
+def _refuse_generation(module: ModuleType) -> None:
+    """Lets FLA's models refuse what they would generate wrongly."""
+    mixin = vars(module).get("FLAGenerationMixin")
+    if mixin is None or mixin.__module__ != module.__name__ or (reason := generation_obstacle(mixin)) is None:
+        return
+    theirs = mixin.prepare_inputs_for_generation
+
+    @functools.wraps(theirs)
+    def prepare_inputs_for_generation(*arguments: Any, **named: Any) -> Any:
+        if named.get("use_cache", True):
+            ways = "pip install 'transformers<5.24', pass use_cache=False, or use the model of transformers"
+            raise RuntimeError(f"{reason}: {ways}")
+        return theirs(*arguments, **named)
+
+    _State.patches.set(mixin, theirs.__name__, prepare_inputs_for_generation)
 
 
 def is_installed() -> bool:
@@ -417,16 +464,9 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def _replace_modules() -> None:
-    """FLA's convolutions, norms and losses, which have nothing to run on a CPU."""
-    from .fla_cpu import on_cpu, replacements
-
-    found, left = replacements()
-    for module, name, ours in found:
-        _State.patches.set(module, name, on_cpu(ours, getattr(module, name), is_on))
-    if left:
-        _warn("; ".join(left), "some")
+def _patch_device_context() -> None:
+    """FLA 0.5 asks torch.cpu for the device of no index."""
     utils = import_module("fla.utils")
     theirs = getattr(utils, "custom_device_ctx", None)
-    if theirs is not None and theirs.__module__ == "fla.utils":  # 0.5, which asks torch.cpu for the device of no index
+    if theirs is not None and theirs.__module__ == "fla.utils":
         _State.patches.set(utils, theirs.__name__, lambda index: nullcontext() if index is None else theirs(index))

@@ -1,22 +1,16 @@
-"""Hugging Face's transformers, whose models take KDA from FLA, and so from its integration: nothing of it is replaced."""
+"""Hugging Face's transformers, whose models take KDA from FLA, and so from its integration. What it replaces in them is what
+keeps packed sequences apart."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
 from . import Status, _fla
-from .seams import Statement, obstacle
+from .packing import MODELS, seams
+from .seams import obstacle
 
-TAKEN = {"chunk_kimi_delta_attention": "chunk_kda", "recurrent_kimi_delta_attention": "fused_recurrent_kda"}
-"""Functions of its models, and those of FLA that they become."""
-
-SEAMS = tuple(
-    Statement(
-        f"transformers.models.{model}.modeling_{model}", name, f"use_kernel_func_from_hub_with_fallback('{fla}', 'fla')"
-    )
-    for model in ("kimi_linear", "glm5_next")
-    for name, fla in TAKEN.items()
-)
+READ = tuple(f"5.{minor}" for minor in range(17, 25))
+"""Versions that this was run with, FLA 0.6 beside them. Others run if the code that `seams` asks for is in theirs."""
 
 
 def status() -> Status:
@@ -25,9 +19,10 @@ def status() -> Status:
         version = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         return Status("transformers", "not installed", None, "pip install transformers")
-    if (found := obstacle("transformers", SEAMS)) is not None:
+    found = obstacle("transformers", [seam for model in MODELS for seam in seams(model)])
+    if found is not None:
         return Status("transformers", "unknown version", version, found)
     fla = _fla.status()
     if fla.state in ("active", "possible"):
-        return Status("transformers", fla.state, version, f"takes KDA from FLA: {fla.reason}")
+        return Status("transformers", fla.state, version, f"takes KDA from FLA: {fla.reason.partition(';')[0]}")
     return Status("transformers", "off", version, f"takes KDA from FLA, which is {fla.state}: {fla.reason}")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import NAMES
@@ -35,6 +36,7 @@ from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TA
 from ..problem.operations import bound as check_bound
 from ..problem.problem import NullIndex
 from ..runtime.explain import Explanation, explain
+from .heads import Share, share_of, share_of_weights
 
 GATES = ("lower_bound", "softplus", "logsigmoid")
 MAX_STEP_TOKENS = 8
@@ -68,6 +70,10 @@ class KdaPool:
     state: Tensor
 
 
+# for `torch.load` with `weights_only=True`, its default
+torch.serialization.add_safe_globals([KdaCache, KdaPool])
+
+
 class KimiDeltaAttention(nn.Module):
     """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) as a layer: `[B, T, hidden_size] -> [B, T, hidden_size]`.
 
@@ -93,7 +99,7 @@ class KimiDeltaAttention(nn.Module):
     `A_log [HV]` and `dt_bias [HV * K]` stay float32 when the layer is cast: a rounded rate would compound over every
     token. They carry `_no_weight_decay = True` for optimizers that look for it. Under autocast the projections run in 16 bits
     and all other parameters are read as they are; `shard_attention` does the same under FSDP2. Weights of FLA's layer and of
-    Hugging Face's Kimi-Linear: `nn.weights`.
+    Hugging Face's Kimi-Linear: `nn.weights`. Over tensor-parallel ranks the layer is split by heads (docs/layer.md).
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
@@ -201,6 +207,7 @@ class KimiDeltaAttention(nn.Module):
         *,
         return_cache: bool = False,
         cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         pool: KdaPool | None = None,
         slots: Tensor | None = None,
         has_initial_state: Tensor | None = None,
@@ -216,6 +223,9 @@ class KimiDeltaAttention(nn.Module):
             cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), as in `chunk_kda`. No
                 sequence sees another one, in the convolutions neither. Outputs in rows of no sequence are undefined, but no
                 gradient that is zero there brings them to a parameter; inputs there must be finite for that.
+            attention_mask: `[B, >= T]` bool or integer, of which the last `T` columns count, as in FLA's layer: zero where `x`
+                has padding, on either side or between. Such rows are left out, as if the sequences were packed, and their
+                outputs are zero. The host waits for the device to count them.
             pool: instead of a cache: sequences go on from their slots and leave what comes next there. No gradients. With one
                 token a sequence, not packed, and heads of 32 to 128 channels it is one launch between the projections
                 (`fused_kda_decode`), in a CUDA graph too.
@@ -233,6 +243,10 @@ class KimiDeltaAttention(nn.Module):
         Raises:
             ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
         """
+        if attention_mask is not None:
+            others = {"cache": cache, "return_cache": return_cache, "pool": pool, "slots": slots}
+            others |= {"has_initial_state": has_initial_state, "null_index": null_index}
+            return self._masked(x, attention_mask, {"cu_seqlens": cu_seqlens, "cp_context": cp_context}, others)
         context = None
         with rank_checks.refusals_told(cp_context):
             self._check_inputs(x, cache, cu_seqlens)
@@ -240,15 +254,19 @@ class KimiDeltaAttention(nn.Module):
                 others = {"cache": cache, "cu_seqlens": cu_seqlens, "pool": pool, "return_cache": return_cache or None}
                 context = self._context(cp_context, others, x)
                 cu_seqlens = context.cu_seqlens
-            if pool is not None or slots is not None or has_initial_state is not None:
-                self._check_pool(x, cache, return_cache, cu_seqlens, pool, slots)
-            mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-            gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+            in_pool = pool is not None or slots is not None or has_initial_state is not None
+            share, p = self._projected(x)
+            if in_pool:
+                self._check_pool(x, cache, return_cache, cu_seqlens, pool, slots, share)
+            elif cache is not None:
+                self._check_cache(x, cache, cu_seqlens, share)
+            mixed = torch.cat([p["q_proj"], p["k_proj"], p["v_proj"]], dim=-1)
+            gate = p["g_proj.1"].unflatten(-1, (-1, self.head_v_dim))
         conv = None
         if pool is not None:
             where = {"state_indices": slots, "null_index": null_index}
             if self._is_step(x, cu_seqlens, has_initial_state):
-                return self.o_proj(self._step(x, mixed, gate, pool, where).flatten(2)), None
+                return self.o_proj(self._step(p, mixed, gate, pool, where, share).flatten(2)), None
             where["has_initial_state"] = has_initial_state
             past: dict[str, object] = {"state_pool": pool.conv, **where}
             states: dict[str, object] = {"state_pool": pool.state, "state_v_first": True, **where}
@@ -258,23 +276,24 @@ class KimiDeltaAttention(nn.Module):
         if context is not None:
             past, states = {"initial_state": self._inputs_before(mixed, context)}, {"cp_context": context}
         with rank_checks.refusals_told(cp_context):
-            weight, bias = self._filters(mixed.dtype)
+            weight, bias = self._filters(mixed.dtype, share)
             mixed, conv = short_convolution(mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around())
             if context is None:
                 states["cu_seqlens"] = cu_seqlens
-            op, arguments, options = self._kda_call(x, mixed, states)
+            op, arguments, options = self._kda_call(p, mixed, states, share)
         o, state = op(*arguments, **options)
         if cu_seqlens is not None and o.requires_grad:
             # whatever lies in rows of no sequence: times a gradient of zero, NaN would reach the weights behind
             covered = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1]
             o = torch.where(covered[:, None, None], o, 0.0)
-        o = gated_rms_norm(o, gate, _narrowed(self.o_norm, o.dtype), eps=self.norm_eps, backend=self._around())
+        norm = _narrowed(share.whole(self.o_norm), o.dtype)
+        o = gated_rms_norm(o, gate, norm, eps=self.norm_eps, backend=self._around())
         return self.o_proj(o.flatten(2)), KdaCache(conv, state) if return_cache else None
 
     def make_pool(
         self, slots: int, *, state_dtype: torch.dtype = torch.float32, dtype: torch.dtype | None = None
     ) -> KdaPool:
-        """A pool of so many slots, zeros, where the layer is; its windows in `dtype`, the layer's own by default.
+        """A pool of so many slots, zeros, where the layer is; its windows in `dtype`, that of the layer's filters by default.
 
         Raises:
             ValueError, TypeError: a number of slots, or a dtype, that is none.
@@ -282,26 +301,60 @@ class KimiDeltaAttention(nn.Module):
         positive("slots", slots)
         _check_one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float64))
         _check_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
-        weight = self.q_proj.weight
-        conv = weight.new_zeros(slots, self.conv_size - 1, sum(self.conv_channels), dtype=dtype or weight.dtype).mT
-        shape = (slots, self.num_v_heads, self.head_v_dim, self.head_dim)
-        return KdaPool(conv.detach(), weight.new_zeros(shape, dtype=state_dtype).detach())
+        share, own = share_of_weights(self), self.conv_weight
+        windows = (slots, self.conv_size - 1, share.heads(sum(self.conv_channels)))
+        states = (slots, share.heads(self.num_v_heads), self.head_v_dim, self.head_dim)
+        conv = torch.zeros(windows, dtype=dtype or own.dtype, device=own.device).mT
+        return KdaPool(conv, torch.zeros(states, dtype=state_dtype, device=own.device))
 
     @torch.no_grad()
     def explain(self, batch: int, tokens: int) -> Explanation:
         """Which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
-        x = self.o_proj.weight.new_zeros(batch, tokens, self.hidden_size)
-        mixed = x.new_zeros(batch, tokens, sum(self.conv_channels))
-        op, arguments, options = self._kda_call(x, mixed, {"output_final_state": True})
+        own = self.conv_weight
+        x = torch.zeros(batch, tokens, self.hidden_size, dtype=own.dtype, device=own.device)
+        share, p = self._projected(x)
+        mixed = x.new_zeros(batch, tokens, share.heads(sum(self.conv_channels)))
+        op, arguments, options = self._kda_call(p, mixed, {"output_final_state": True}, share)
         return explain(op, *arguments, **options)
+
+    def _projected(self, x: Tensor) -> tuple[Share, dict[str, Tensor]]:
+        """A rank's share of the heads, and the outputs of all projections, of its heads, by name."""
+        names = {"f_proj": "f_proj.1", "g_proj": "g_proj.1"}
+        modules = ("q_proj", "k_proj", "v_proj", "f_proj", "b_proj", "g_proj")
+        p = {names.get(name, name): getattr(self, name)(x) for name in modules}
+        H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
+        heads = {"q_proj": (H, K), "k_proj": (H, K), "v_proj": (HV, V)}
+        heads |= {"f_proj.1": (HV, K), "b_proj": (HV, 1), "g_proj.1": (HV, V)}
+        return share_of(self, {name: y.shape[-1] for name, y in p.items()}, heads), p
+
+    def _masked(
+        self, x: Tensor, mask: Any, none: dict[str, object], options: dict[str, Any]
+    ) -> tuple[Tensor, KdaCache | None]:
+        """A forward of the tokens that the mask leaves, packed."""
+        self._check_inputs(x, options["cache"], None)
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"attention_mask must be a torch.Tensor; got {type(mask).__name__}")
+        if mask.is_floating_point() or mask.is_complex():
+            raise TypeError(f"attention_mask must be bool or an integer, zero for padding; got {mask.dtype}")
+        B, T, _ = x.shape
+        if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
+            raise ValueError(f"attention_mask must be [B, >= T] = [{B}, >= {T}]; got shape {list(mask.shape)}")
+        given = next((name for name, value in none.items() if value is not None), None)
+        if given is not None:
+            raise ValueError(f"attention_mask must come alone: sequences that are packed have no padding; got {given}")
+        mask = mask[:, mask.shape[1] - T :] != 0
+        (rows,) = mask.flatten().nonzero(as_tuple=True)
+        offsets = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+        y, cache = self.forward(x.flatten(0, 1)[rows][None], cu_seqlens=offsets, **options)
+        return y.new_zeros(B * T, y.shape[-1]).index_copy(0, rows, y[0]).unflatten(0, (B, T)), cache
 
     def _around(self) -> str:
         """The backend of convolution and norm, of which Hopper has no kernels of its own."""
         return "auto" if self.backend == "hopper" else self.backend
 
-    def _filters(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        bias = None if self.conv_bias is None else _narrowed(self.conv_bias, dtype)
-        return _narrowed(self.conv_weight, dtype), bias
+    def _filters(self, dtype: torch.dtype, share: Share) -> tuple[Tensor, Tensor | None]:
+        weight, bias = (share.part(x, self.conv_channels) for x in (self.conv_weight, self.conv_bias))
+        return _narrowed(weight, dtype), None if bias is None else _narrowed(bias, dtype)
 
     def _gate_options(self) -> dict[str, object]:
         return {
@@ -315,46 +368,43 @@ class KimiDeltaAttention(nn.Module):
         fits = self.head_dim in FUSED_HEAD_DIMS and self.head_v_dim in FUSED_HEAD_DIMS
         return x.shape[1] == 1 and cu_seqlens is None and has_initial_state is None and fits
 
-    def _step(self, x: Tensor, mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, object]) -> Tensor:
+    def _step(
+        self, p: dict[str, Tensor], mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, object], share: Share
+    ) -> Tensor:
         """A token of each sequence, `[N, 1, HV, V]`, before the last projection."""
-        weight, bias = self._filters(mixed.dtype)
+        weight, bias = self._filters(mixed.dtype, share)
         tensors = dict(
             weight=weight,
             bias=bias,
             conv_state=pool.conv,
-            raw_g=self.f_proj(x)[:, 0],
-            raw_beta=self.b_proj(x)[:, 0],
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
+            raw_g=p["f_proj.1"][:, 0],
+            raw_beta=p["b_proj"][:, 0],
+            A_log=share.part(self.A_log),
+            dt_bias=share.part(self.dt_bias),
             state=pool.state,
             output_gate=gate[:, 0],
-            norm_weight=_narrowed(self.o_norm, mixed.dtype),
+            norm_weight=_narrowed(share.whole(self.o_norm), mixed.dtype),
         )
         options = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
         return fused_kda_decode(mixed[:, 0], **tensors, **options, **where)
 
     def _kda_call(
-        self, x: Tensor, mixed: Tensor, states: dict[str, object]
+        self, p: dict[str, Tensor], mixed: Tensor, states: dict[str, object], share: Share
     ) -> tuple[Callable, tuple[Tensor, ...], dict[str, object]]:
         """The operator for this many tokens, with its arguments."""
-        B, T, _ = x.shape
-        q, k, v = mixed.split(self.conv_channels, dim=-1)
-        arguments = (
-            q.view(B, T, self.num_heads, self.head_dim),
-            k.view(B, T, self.num_heads, self.head_dim),
-            v.view(B, T, self.num_v_heads, self.head_v_dim),
-            self.f_proj(x).view(B, T, self.num_v_heads, self.head_dim),
-            self.b_proj(x),
-        )
+        q, k, v = mixed.split([share.heads(channels) for channels in self.conv_channels], dim=-1)
+        widths = (self.head_dim, self.head_dim, self.head_v_dim, self.head_dim)
+        by_heads = (x.unflatten(-1, (-1, width)) for x, width in zip((q, k, v, p["f_proj.1"]), widths))
         options = {
             **self._gate_options(),
-            "A_log": self.A_log,
-            "dt_bias": self.dt_bias,
+            "A_log": share.part(self.A_log),
+            "dt_bias": share.part(self.dt_bias),
             "use_beta_sigmoid_in_kernel": True,
             "backend": self.backend,
             **states,
         }
-        if T <= MAX_STEP_TOKENS and "cp_context" not in states:
+        arguments = (*by_heads, p["b_proj"])
+        if mixed.shape[1] <= MAX_STEP_TOKENS and "cp_context" not in states:
             return fused_recurrent_kda, arguments, options
         return chunk_kda, arguments, {**options, "chunk_size": self.chunk_size}
 
@@ -384,12 +434,12 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"x: got shape {list(x.shape)}, wanted [B, T, {self.hidden_size}]")
         if cu_seqlens is not None:
             check_offsets(cu_seqlens)
-        if cache is None:
-            return
-        if not (isinstance(cache, KdaCache) and isinstance(cache.conv, Tensor)):
+        if cache is not None and not (isinstance(cache, KdaCache) and isinstance(cache.conv, Tensor)):
             raise TypeError(f"cache: got {type(cache).__name__}, wanted a KdaCache of tensors")
+
+    def _check_cache(self, x: Tensor, cache: KdaCache, cu_seqlens: Tensor | None, share: Share) -> None:
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        wanted = (sequences, sum(self.conv_channels), self.conv_size - 1)
+        wanted = (sequences, share.heads(sum(self.conv_channels)), self.conv_size - 1)
         if tuple(cache.conv.shape) != wanted:
             raise ValueError(f"cache: got conv of shape {list(cache.conv.shape)}, wanted {list(wanted)}")
 
@@ -401,6 +451,7 @@ class KimiDeltaAttention(nn.Module):
         cu_seqlens: Tensor | None,
         pool: KdaPool | None,
         slots: Tensor | None,
+        share: Share,
     ) -> None:
         if not isinstance(pool, KdaPool):
             raise TypeError(
@@ -416,8 +467,8 @@ class KimiDeltaAttention(nn.Module):
         if tuple(slots.shape) != (sequences,):
             raise ValueError(f"slots: got shape {list(slots.shape)}, wanted one a sequence = [{sequences}]")
         wanted = {
-            "conv": (pool.state.shape[0], sum(self.conv_channels), self.conv_size - 1),
-            "state": (pool.state.shape[0], self.num_v_heads, self.head_v_dim, self.head_dim),
+            "conv": (pool.state.shape[0], share.heads(sum(self.conv_channels)), self.conv_size - 1),
+            "state": (pool.state.shape[0], share.heads(self.num_v_heads), self.head_v_dim, self.head_dim),
         }
         for name, shape in wanted.items():
             found = tuple(getattr(pool, name).shape)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ..problem import operations, rank_checks
 from ..problem.context import context_in_call
+from ..problem.errors import by_keyword, named_options
 from ..problem.problem import GateName, NullIndex
 from ..problem.split import known_lengths
 from ..runtime.call import Call
 
 
+@named_options
 def chunk_kda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -174,6 +176,8 @@ def chunk_kda(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
+    if positional:
+        raise by_keyword(chunk_kda, positional)
     border = None
     if (cp_context is not None or group is not None) and isinstance(q, Tensor):
         with rank_checks.refusals_told(cp_context, group):

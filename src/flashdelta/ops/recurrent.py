@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from ..problem import operations
+from ..problem.errors import by_keyword, named_options
 from ..problem.problem import GateName, NullIndex
 from ..runtime.call import Call
 
 
+@named_options
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
+    *positional: NoReturn,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     scale: float | None = None,
@@ -45,6 +49,8 @@ def fused_recurrent_kda(
     Returns:
         `(o [B, T, HV, V], final_state or None)`.
     """
+    if positional:
+        raise by_keyword(fused_recurrent_kda, positional)
     tensors = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, final_state, state_pool,
         state_indices, has_initial_state,

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 def wrong(argument: str, got: object, wanted: str) -> ValueError:
     """The error for an argument that does not fit: which one, what came and what was wanted."""
@@ -11,3 +17,21 @@ def wrong(argument: str, got: object, wanted: str) -> ValueError:
 def mistyped(argument: str, got: object, wanted: str) -> TypeError:
     """The error for an argument of the wrong type."""
     return TypeError(f"{argument}: got {got!r} ({type(got).__name__}), wanted {wanted}")
+
+
+def named_options(function: Function) -> Function:
+    """Hides the `*positional` of a function, which are there to be refused by `by_keyword`, from its signature."""
+    signature = inspect.signature(function)
+    named = [x for x in signature.parameters.values() if x.kind is not x.VAR_POSITIONAL]
+    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
+
+
+def by_keyword(function: Callable[..., Any], positional: tuple[object, ...]) -> TypeError:
+    """The error for options by position, as FLA's functions take them."""
+    parameters = inspect.signature(function).parameters.values()
+    tensors = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    return TypeError(
+        f"{function.__name__}() takes {', '.join(tensors)} by position and everything else by keyword, such as scale=; "
+        f"got {len(tensors) + len(positional)} arguments by position"
+    )

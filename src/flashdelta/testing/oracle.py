@@ -135,7 +135,8 @@ def truth(call: dict, chunked: bool = False) -> tuple[Tensor, Tensor]:
     exact = float64(call) | {"output_final_state": True, "backend": "reference", "out": None}
     if chunked:
         exact["return_intermediate_states"] = False
-    op: Callable[..., tuple] = fd.chunk_kda if chunked else fd.fused_recurrent_kda
+    ops: tuple[Callable[..., tuple], ...] = (fd.fused_recurrent_kda, fd.chunk_kda)
+    op = ops[chunked]
     exact = exact if chunked else as_recurrent(exact)
     if call.get("cu_seqlens") is None or len(call["cu_seqlens"]) < 2 or call.get("state_pool") is not None:
         return op(**exact)

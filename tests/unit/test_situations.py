@@ -1,0 +1,218 @@
+"""What users ran into, each rebuilt: of the layer, its caches and its plans, on a CPU."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flashdelta as fd
+from flashdelta.nn import KimiDeltaAttention
+from flashdelta.nn.heads import SPLIT
+from flashdelta.testing.oracle import relative_error
+from flashdelta.testing.processes import on_processes
+
+from ..support.forked import imported_once
+from ..support.layers import make_layer, rows
+from ..support.situations import Situation, every
+
+F32 = torch.float32
+
+
+class Int8(nn.Module):
+    """A projection with weights in eight bits."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.scale = linear.weight.data.abs().amax() / 127
+        self.weight = nn.Parameter((linear.weight.data / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.to(x.dtype) * self.scale).T
+
+
+def quantised(dynamic: bool) -> None:
+    layer = make_layer(F32).eval()
+    if dynamic:
+        layer = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, dtype=torch.qint8)
+    else:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer, name, Int8(getattr(layer, name)))
+    pool, x = layer.make_pool(4), rows(2, 1, dtype=F32, device="cpu")
+    assert (pool.conv.dtype, pool.state.dtype) == (F32, F32)
+    assert layer.explain(1, 100).chosen == "reference"
+    with torch.no_grad():
+        layer(x, pool=pool, slots=torch.tensor([0, 1]))
+        want, _ = layer(x)
+        pool = layer.make_pool(4)
+        found, _ = layer(x, pool=pool, slots=torch.tensor([2, 0]))
+    torch.testing.assert_close(found, want)
+
+
+def saved() -> None:
+    layer = make_layer(F32)
+    _, cache = layer(rows(1, 9, dtype=F32, device="cpu"), return_cache=True)
+    for kept in (cache, layer.make_pool(3)):
+        file = io.BytesIO()
+        torch.save(kept, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert type(loaded) is type(kept) and torch.equal(loaded.conv, kept.conv)
+
+
+def positional() -> None:
+    x = [torch.randn(1, 4, 2, 32) for _ in "qkvg"] + [torch.rand(1, 4, 2)]
+    for op in (fd.chunk_kda, fd.fused_recurrent_kda):
+        with pytest.raises(TypeError, match=r"takes q, k, v, g, beta by position and .* by keyword, such as scale="):
+            op(*x, 0.3)
+        op(*x, scale=0.3, gate="logsigmoid")
+
+
+# ---- padding --------------------------------------------------------------------------------------------------------------
+
+LENGTHS = (7, 19, 0, 12)
+
+
+def padded(side: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows `[B, T, D]` with NaN-free noise as padding, the mask, and the same rows packed."""
+    T = max(LENGTHS)
+    x, at = rows(len(LENGTHS), T, dtype=F32, device="cpu"), torch.arange(T)
+    mask = torch.stack([at < n if side == "right" else at >= T - n for n in LENGTHS])
+    if side == "both":
+        mask = torch.stack([(at >= 3) & (at < 3 + n) for n in (7, 16, 0, 12)])
+    return x, mask, x[mask][None]
+
+
+def masked(side: str) -> None:
+    layer = make_layer(F32)
+    x, mask, packed = padded(side)
+    offsets = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    want, cache = layer(packed, cu_seqlens=offsets, return_cache=True)
+    found, own = layer(x, attention_mask=mask.long(), return_cache=True)
+    assert torch.equal(found[mask], want[0]) and not found[~mask].any()
+    assert torch.equal(own.state, cache.state) and torch.equal(own.conv, cache.conv)
+    gradients = [torch.autograd.grad(y.square().sum(), [*layer.parameters()]) for y in (want, found)]
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(*gradients))
+    alone = [layer(x[b : b + 1, mask[b]])[0][0] for b in range(len(x)) if mask[b].any()]
+    assert relative_error(found[mask], torch.cat(alone)) < 2e-6
+    # and a token more of each: a mask of all tokens so far
+    token = rows(len(LENGTHS), 1, dtype=F32, device="cpu")
+    longer = torch.cat([mask, torch.ones(len(mask), 1, dtype=torch.bool)], 1)
+    again, _ = layer(token, own, attention_mask=longer, return_cache=True)
+    assert relative_error(again, layer(token, cache)[0]) < 2e-6
+
+
+def no_token() -> None:
+    layer, x = make_layer(F32), rows(2, 5, dtype=F32, device="cpu")
+    y, cache = layer(x, attention_mask=torch.zeros(2, 5, dtype=torch.bool), return_cache=True)
+    assert y.shape == x.shape and not y.any() and not cache.state.any()
+
+
+def masks_refused() -> None:
+    layer, x, mask = make_layer(F32), rows(2, 5, dtype=F32, device="cpu"), torch.ones(2, 5)
+    cases = (
+        ({"attention_mask": mask}, TypeError, "attention_mask must be bool or an integer"),
+        ({"attention_mask": [1]}, TypeError, "attention_mask must be a torch.Tensor"),
+        ({"attention_mask": mask[:, :4].bool()}, ValueError, r"attention_mask must be \[B, >= T\] = \[2, >= 5\]"),
+        ({"attention_mask": mask.bool()[:, None]}, ValueError, "attention_mask must be"),
+        ({"attention_mask": mask.bool(), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "got cu_seqlens"),
+    )
+    for given, error, message in cases:
+        with pytest.raises(error, match=message):
+            layer(x, **given)
+
+
+# ---- heads over ranks -------------------------------------------------------------------------------------------------
+
+KINDS = {"bounded": {}, "softplus": {"gate": "softplus", "output_gate_bias": True}, "narrow": {"gate": "logsigmoid"}}
+OFFSETS = torch.tensor([0, 13, 40], dtype=torch.int32)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def by_heads(layer: KimiDeltaAttention, ranks: int) -> KimiDeltaAttention:
+    plan = {name: ColwiseParallel() for name in SPLIT} | {"o_proj": RowwiseParallel()}
+    return parallelize_module(layer, init_device_mesh("cpu", (ranks,)), plan)
+
+
+def run_layer(layer: KimiDeltaAttention) -> dict[str, Tensor]:
+    """Outputs of every way to run it, and gradients."""
+    x = rows(1, 40, dtype=F32, device="cpu").requires_grad_()
+    y, _ = layer(x, cu_seqlens=OFFSETS)
+    y.square().sum().backward()
+    found = {"y": y.detach(), "x": x.grad} | {name: whole(p.grad) for name, p in layer.named_parameters()}
+    with torch.no_grad():
+        first, cache = layer(x[:, :30], return_cache=True)
+        found |= {"first": first, "then": layer(x[:, 30:], cache)[0]}
+        pool, slots = layer.make_pool(3), torch.tensor([2])
+        layer(x[:, :30], pool=pool, slots=slots, has_initial_state=torch.tensor([False]))
+        found["step"] = layer(x[:, 30:31], pool=pool, slots=slots)[0]
+    assert layer.explain(1, 100).chosen == "reference"
+    return found
+
+
+def refusals(ranks: int) -> list[str]:
+    found = []
+    layer, mesh = make_layer(F32), init_device_mesh("cpu", (ranks,))
+    plans = (
+        parallelize_module(layer, mesh, {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}),
+        parallelize_module(make_layer(F32), mesh, {name: ColwiseParallel() for name in SPLIT}),
+        by_heads(make_layer(F32, num_heads=1, num_v_heads=2), ranks),
+    )
+    for plan in plans:
+        try:
+            plan(rows(1, 9, dtype=F32, device="cpu"))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def work(group: dist.ProcessGroup) -> dict[str, object]:
+    torch.set_num_threads(1)
+    layers = {name: by_heads(make_layer(F32, **kind), group.size()) for name, kind in KINDS.items()}
+    return {name: run_layer(layer) for name, layer in layers.items()} | {"refusals": refusals(group.size())}
+
+
+def tensor_parallel() -> None:
+    with imported_once():
+        ranks = on_processes(2, work)
+    for name, kind in KINDS.items():
+        want = run_layer(make_layer(F32, **kind))
+        for found in ranks:
+            assert found[name].keys() == want.keys()
+            for what, x in want.items():
+                assert relative_error(found[name][what], x) < 1e-5, (name, what)
+    for found in ranks:
+        columns, rows, heads = found["refusals"]
+        assert "q_proj, k_proj, v_proj, f_proj.1, b_proj, g_proj.1 column-wise, o_proj row-wise" in columns
+        assert "and no such plan" in rows
+        assert heads.startswith("ranks must divide the number of heads; got 2 ranks and 1 heads of q_proj")
+
+
+ROWS = [
+    Situation("quantised projections", "SGLang #36507, QLoRA: a pool of int8 windows", lambda: quantised(False)),
+    Situation(
+        "dynamic quantisation", "make_pool and explain of a layer whose weight is a method", lambda: quantised(True)
+    ),
+    Situation("saved caches", "jundot/omlx #825: torch.load of a prompt cache with its default", saved),
+    Situation("scale by position", "calls written for FLA, whose scale comes sixth", positional),
+    Situation("left padding", "FLA's attention_mask: equal to packed and to each alone", lambda: masked("left")),
+    Situation("right padding", "the same on the other side", lambda: masked("right")),
+    Situation("padding around", "the same on both", lambda: masked("both")),
+    Situation("nothing but padding", "a batch without a token: zeros, and empty states", no_token),
+    Situation("bad masks", "a float mask, too few columns, offsets beside it: refused by name", masks_refused),
+    Situation("tensor parallel", "torchtitan #4499, Automodel #3246: heads over two ranks, as on one", tensor_parallel),
+]
+
+
+@every(ROWS)
+def test_what_users_ran_into(row: Situation) -> None:
+    row.check()
