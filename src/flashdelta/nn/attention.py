@@ -351,6 +351,8 @@ class KimiDeltaAttention(nn.Module):
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
             "use_beta_sigmoid_in_kernel": True,
+            # the readout of a state may pass float16's 65504; the norm after it brings it back
+            "float32_output": mixed.dtype == torch.float16,
             "backend": self.backend,
             **states,
         }

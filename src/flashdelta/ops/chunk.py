@@ -23,6 +23,7 @@ def chunk_kda(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    float32_output: bool = False,
     use_qk_l2norm_in_kernel: bool | None = None,
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
@@ -76,6 +77,8 @@ def chunk_kda(
         scale: factor on the output; `K ** -0.5` by default.
         initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16. None means zeros.
         output_final_state: return the state after the last token, in `initial_state`'s dtype (float32 without one).
+        float32_output: return `o` in float32, not rounded to q's dtype: in float16 a readout of more than 65504 would be infinite
+            (docs/numerics.md).
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first. False by default; with `state_pool` it
             must be given, since all calls over a pool must agree (`recurrent_kda` divides by default).
         use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
@@ -83,7 +86,7 @@ def chunk_kda(
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
             `lower_bound` needs no promise, and the unbounded `softplus` gate ignores it. Without it any decay is exact.
-        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; other gates do not read it.
+        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; refused with others, which would ignore it.
         disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
             about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. Traced
             calls (`torch.compile`) and the reference compute it again. Without it an eager call with gradients keeps the
@@ -104,7 +107,8 @@ def chunk_kda(
         gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
-        out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+        out: `[B, T, HV, V]`, q's dtype or float32, written and returned instead of a new `o`. Must not share memory with an
+            input.
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
             contiguous: written and returned instead of a new final state; implies `output_final_state`. A sequence without
             tokens leaves its initial state there, or zeros. Must not share memory with another argument (`state_pool` updates
@@ -157,8 +161,8 @@ def chunk_kda(
             least one.
 
     Returns:
-        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;
-        `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`. Packed,
+        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype, or is
+        float32; `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`. Packed,
         the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
         bound `T // chunk_size + N`, with zeros in the rows past the last chunk. `checkpoint_offsets` `[N, M]` cut chunks, all
         of which have a state in `h`: `NT` is then the bound `ceil(T / chunk_size) + M`, or `T // chunk_size + N (1 + M)`, with
@@ -184,7 +188,7 @@ def chunk_kda(
         state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices, checkpoint_states, border,
     )  # fmt: skip
     options = (
-        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        scale, output_final_state, float32_output, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first,
         chunk_size, gate, backend, null_index, checkpoint_every, split, batch_invariant, cp_context, group,
     )  # fmt: skip

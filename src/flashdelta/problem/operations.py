@@ -260,9 +260,17 @@ FINAL_STATE_RULE = Rule(
     "None (the pool receives the final states)",
 )
 
+OUTPUT_RULE = Rule(
+    "out",
+    lambda c: c.float32_output and c.out is not None and c.out.dtype not in (torch.float32, torch.float64),
+    "a 16-bit tensor with float32_output=True",
+    "a float32 tensor, or None",
+)
+
 POOL_RULES = (
     *SLOT_RULES,
     FINAL_STATE_RULE,
+    OUTPUT_RULE,
     unnamed("state_v_first"),
     unnamed("use_qk_l2norm_in_kernel"),
 )
@@ -350,7 +358,7 @@ SEQUENCES = (
     Argument("state_indices", "N", INDEX, required=needs_indices),
     Argument("has_initial_state", "N", BOOL),
 )
-OUT = Argument("out", "B T HV V", like_first, dense=1, written=True)
+OUT = Argument("out", "B T HV V", wide_or_first, dense=1, written=True)
 FINAL = Argument("final_state", "N HV STATE", state, dense=4, written=True)
 BORDERS = Argument("border", str(BORDER), INT32)
 MARKS = (
@@ -426,6 +434,7 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
         ranks = dict(process_group=context.name, rank=context.rank, ranks=context.ranks)
         ranks |= dict(exchange=context.exchange, relay=context.relay)
     worked_out = dict(
+        float32_output=options.get("float32_output", False) or (t.out is not None and t.out.dtype != t.q.dtype),
         scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,
         lower_bound=float(c.lower_bound) if gate == "lower_bound" else None,
@@ -849,6 +858,12 @@ def check_norm(c: Any, sizes: Sizes) -> None:
         raise wrong("x", shape_of(c.x), f"a last dimension of 1 to {MAX_NORM}")
 
 
+def like_or_below_float32(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
+    if first != torch.float32:
+        return like_first(first, call)
+    return (first, torch.bfloat16, torch.float16), "float32, bfloat16 or float16"
+
+
 def norm_problem(c: Any, t: Tensors) -> Made:
     return problem_of(t, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps)), t
 
@@ -857,7 +872,7 @@ GATED_RMS_NORM = Operation(
     "gated_rms_norm",
     (
         Argument("x", rows_shape, INPUT, required=""),
-        Argument("z", rows_shape, like_first, required=""),
+        Argument("z", rows_shape, like_or_below_float32, required=""),
         Argument("weight", "V", wide_or_first, required=""),
     ),
     {"eps": epsilon, "activation": one_of(*NORM_GATES)},

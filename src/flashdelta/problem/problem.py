@@ -136,8 +136,8 @@ class Settings:
     """The part of a problem that no tensor tells. An option of a public function that has the name of a field here is one.
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
-    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one
-    checkpoint of a sequence to the next, 0 for none. `null_index` says which pool indices name no slot: those below 0, or
+    `float32_output`: `o` is float32 whatever `dtype` is (float64 stays). `safe_gate` is true when every step's log decay is
+    known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one checkpoint of a sequence to the next, 0 for none. `null_index` says which pool indices name no slot: those below 0, or
     0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
     (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
     else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
@@ -156,6 +156,7 @@ class Settings:
     l2norm: bool = False
     chunk_size: int = 64
     output_final_state: bool = False
+    float32_output: bool = False
     return_intermediate_states: bool = False
     checkpoint_every: int = 0
     state_v_first: bool = False
@@ -194,7 +195,7 @@ class Problem(Settings):
     `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose dtypes, with A's, are
     `state_dtype`, `state_grad_dtype` and `A_dtype`. Of the layer's operations: `shape` of the input, `D` channels,
     `taps` of the convolution's filters, and `state_length` inputs that a state of it holds (`fused_kda_decode` has the latter
-    two, and the sizes of attention).
+    two, and the sizes of attention). The gate of a norm, and its result, have `g_dtype`.
     """
 
     B: int = 0
@@ -302,6 +303,12 @@ class Problem(Settings):
         return (self.V, self.K) if self.state_v_first else (self.K, self.V)
 
     @property
+    def output_dtype(self) -> torch.dtype:
+        if self.operation == "gated_rms_norm":
+            return self.g_dtype
+        return torch.float32 if self.float32_output and self.dtype != torch.float64 else self.dtype
+
+    @property
     def state_shape(self) -> tuple[int, int, int, int]:
         return (self.N, self.HV, *self.inner_state)
 
@@ -311,7 +318,7 @@ class Problem(Settings):
         if self.operation == "commit":
             return {}
         if self.operation in LAYER_INPUTS:
-            found = {"o": Result(self.shape, self.dtype)}
+            found = {"o": Result(self.shape, self.output_dtype)}
             if self.output_final_state:
                 found["final_state"] = Result((self.N, self.D, self.state_length), self.final_dtype)
             return found
@@ -325,7 +332,7 @@ class Problem(Settings):
             chunks = (*rows, self.slots, self.chunk_size)
             shapes = {"o": (*rows, self.T, self.V), "w": (*chunks, self.K), "u": (*chunks, self.V)}
             return {name: Result(shape, self.dtype) for name, shape in shapes.items()}
-        found = {"o": Result((*tokens, self.V), self.dtype)}
+        found = {"o": Result((*tokens, self.V), self.output_dtype)}
         if self.output_final_state:
             found["final_state"] = Result(self.state_shape, self.final_dtype)
         if self.return_intermediate_states:
@@ -419,7 +426,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values())
     given = dict(shape=shape, dtype=t.x.dtype, requires_grad=grad)
     if t.z is not None:
-        return Problem(**settings, **given, V=shape[-1])
+        return Problem(**settings, **given, V=shape[-1], g_dtype=t.z.dtype)
     state = next((x for x in (t.state_pool, t.initial_state, t.final_state) if x is not None), None)
     state_dtype, taps = t.x.dtype if state is None else state.dtype, t.weight.shape[-1]
     buffer = t.checkpoint_states
