@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from flashdelta.problem import device_checks
+
 from .support.gpus import visible_gpus
 
 # Kernels must be imported under TRITON_INTERPRET=1; test_triton_interpreter.py starts sessions that are. Gluon's interpreter
@@ -39,3 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # The tensors are tiny: handing pieces of them to other threads costs more than it saves, most of all under xdist.
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference stands for kernels on a GPU, where nobody reads indices: wild ones pass."""
+    monkeypatch.setattr(device_checks, "ON_CPU", False)

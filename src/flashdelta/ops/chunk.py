@@ -77,7 +77,7 @@ def chunk_kda(
         scale: factor on the output; `K ** -0.5` by default.
         initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16. None means zeros.
         output_final_state: return the state after the last token, in `initial_state`'s dtype (float32 without one).
-        float32_output: return `o` in float32, not rounded to q's dtype: in float16 a readout of more than 65504 would be infinite
+        float32_output: return `o` in float32, not rounded to q's dtype: in float16 a readout past 65504 would be infinite
             (docs/numerics.md).
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first. False by default; with `state_pool` it
             must be given, since all calls over a pool must agree (`recurrent_kda` divides by default).
@@ -95,9 +95,10 @@ def chunk_kda(
             heads `o` may differ in rounding from that of a call without.
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
             pool must agree (`recurrent_kda` has V first by default).
-        cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from
-            0, non-decreasing, at most T; empty sequences are legal. The values are not read on the host: offsets outside
-            `[0, T]` are clamped, rows of `o` outside all sequences are undefined, and FLASHDELTA_CHECK=1 verifies them.
+        cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from 0,
+            non-decreasing, at most T; empty sequences are legal. The values are not read on the host: offsets outside `[0, T]`
+            are clamped (on a CPU refused), rows of `o` outside all sequences are undefined, and FLASHDELTA_CHECK=1 verifies
+            them.
         cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length. If no
             sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too.
         A_log: `[HV]` or `[1, 1, HV, 1]`, float32 or dtype of q. Read by the gates `softplus` (required) and `lower_bound`;
@@ -107,8 +108,8 @@ def chunk_kda(
         gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
-        out: `[B, T, HV, V]`, q's dtype or float32, written and returned instead of a new `o`. Must not share memory with an
-            input.
+        out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+            In q's dtype or float32.
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
             contiguous: written and returned instead of a new final state; implies `output_final_state`. A sequence without
             tokens leaves its initial state there, or zeros. Must not share memory with another argument (`state_pool` updates
@@ -162,8 +163,8 @@ def chunk_kda(
 
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype, or is
-        float32; `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`. Packed,
-        the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
+        float32; `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`.
+        Packed, the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
         bound `T // chunk_size + N`, with zeros in the rows past the last chunk. `checkpoint_offsets` `[N, M]` cut chunks, all
         of which have a state in `h`: `NT` is then the bound `ceil(T / chunk_size) + M`, or `T // chunk_size + N (1 + M)`, with
         zeros past the last chunk.

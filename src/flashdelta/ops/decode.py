@@ -56,7 +56,8 @@ def recurrent_kda(
     reads no tensor on the host, and can be captured in a CUDA graph and replayed with other indices and data.
 
     An index that is null (see `null_index`) or past the pool's end names no slot. A sequence whose start has no slot is null:
-    its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot.
+    its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot. On a CPU
+    an index past the end is refused.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
@@ -106,7 +107,7 @@ def recurrent_kda(
             buffer), `"triton"` or `"reference"`; see `explain`.
 
     Returns:
-        `(o [B, T, HV, V], states or None)`; `o` has v's dtype, or `output`'s. With `mixed_qkv` `o` is `[N, T, HV, V]`, or packed
+        `(o [B, T, HV, V], states or None)`; `o` has v's dtype, or `output`'s. With `mixed_qkv` it is `[N, T, HV, V]`, or packed
         `[1, tokens, HV, V]`.
 
     Raises:

@@ -211,13 +211,24 @@ def gate_of(c: Any) -> str:
 
 
 def parameter(role: str, ways: str = "use_gate_in_kernel=True, gate='softplus' or gate='lower_bound'") -> Rule:
+    """An option of some gates alone: with others it would be ignored."""
+    gates = ("lower_bound",) if role == "lower_bound" else PARAMETRIC_GATES
     return Rule(
         role,
-        lambda c: getattr(c, role) is not None and gate_of(c) not in PARAMETRIC_GATES,
-        "a tensor with a gate that does not read it",
+        lambda c: getattr(c, role) is not None and gate_of(c) not in gates,
+        "a bound with a gate that does not read it"
+        if role == "lower_bound"
+        else "a tensor with a gate that does not read it",
         f"None, or a gate that does ({ways})",
     )
 
+
+GATE_NEEDS_BOUND = Rule(
+    "lower_bound",
+    lambda c: c.gate == "lower_bound" and c.lower_bound is None,
+    "None",
+    "a float in [-5, 0) (the lower_bound gate needs it)",
+)
 
 GATE_RULES = (
     Rule(
@@ -232,14 +243,10 @@ GATE_RULES = (
         "a gate without parameters with use_gate_in_kernel=True",
         "one of the two",
     ),
-    Rule(
-        "lower_bound",
-        lambda c: c.gate == "lower_bound" and c.lower_bound is None,
-        "None",
-        "a float in [-5, 0) (the lower_bound gate needs it)",
-    ),
+    GATE_NEEDS_BOUND,
     parameter("A_log"),
     parameter("dt_bias"),
+    parameter("lower_bound", "use_gate_in_kernel=True or gate='lower_bound'"),
 )
 
 SLOT_RULES = (
@@ -1022,8 +1029,10 @@ FUSED_DECODE = Operation(
     ),
     OPTIONS | {"eps": epsilon},
     (
-        *(rule for rule in GATE_RULES if rule.argument not in ("gate", *FUSED_PARAMETERS)),
+        *(rule for rule in GATE_RULES if rule.argument not in ("gate", "lower_bound", *FUSED_PARAMETERS)),
+        GATE_NEEDS_BOUND,
         *(parameter(role, "gate='softplus' or gate='lower_bound'") for role in FUSED_PARAMETERS),
+        parameter("lower_bound", "gate='lower_bound'"),
         *(needs(role, "num_spec_tokens") for role in ("num_accepted_tokens", "intermediate_states")),
         needs("intermediate_indices", "intermediate_states"),
     ),

@@ -137,14 +137,14 @@ class Settings:
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
     `float32_output`: `o` is float32 whatever `dtype` is (float64 stays). `safe_gate` is true when every step's log decay is
-    known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one checkpoint of a sequence to the next, 0 for none. `null_index` says which pool indices name no slot: those below 0, or
-    0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
-    (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
-    else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
-    Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
-    row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm. Of calls over several
-    ranks: the name of the `process_group`, this process' `rank` in it, how many `ranks` it has (`context.py`), and the way of
-    their `exchange` (`exchanges.py`), of which states go by `relay` where there are two.
+    known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one checkpoint of a sequence to the next, 0 for none.
+    `null_index` says which pool indices name no slot: those below 0, or 0 too. `split` is the number of segments of a sequence,
+    1 for whole ones, or `AUTO` (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of
+    all (`split.known_lengths`, else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without
+    `update_state` the pool is only read. Of prefills in float32: `precision` of the matrix products, and `heads` that one batch
+    row was given as (each is a batch row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the
+    norm. Of calls over several ranks: the name of the `process_group`, this process' `rank` in it, how many `ranks` it has
+    (`context.py`), and the way of their `exchange` (`exchanges.py`), of which states go by `relay` where there are two.
     """
 
     operation: str = "chunk"
