@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,3 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands for kernels on a GPU, where nobody reads indices: wild ones pass."""
     monkeypatch.setattr(device_checks, "ON_CPU", False)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, here and in processes that the test starts: under `nohup`, cron and `&` in a script all ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
