@@ -235,7 +235,7 @@ def test_commands_stand_in_bash_blocks(path: Path):
         ("flashdelta bench nothing", "no command 'nothing'"),
         ("flashdelta bench prefill --nothing", "no option '--nothing'"),
         ("flashdelta bench prefill --rows", "--rows without a value"),
-        ("flashdelta bench prefill --rows nothing", "rows: 'nothing' matches none of"),
+        ("flashdelta bench prefill --rows nothing", "rows: 'nothing' matches none of the "),
         ("flashdelta doctor there", "1 arguments, of 0"),
         ("make nothing", "no target 'nothing'"),
         ("make test NOTHING=1", "no variable 'NOTHING'"),

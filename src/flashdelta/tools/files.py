@@ -60,3 +60,13 @@ def require_writable(name: str, path: Path) -> None:
         NamedTemporaryFile(prefix=UNFINISHED, dir=path.parent).close()
     except OSError as error:
         raise wrong(name, path, f"a file that can be written ({error.strerror})") from error
+
+
+def counted(n: int, thing: str) -> str:
+    """`1 kernel`, `2 kernels`."""
+    return f"{n} {thing}{'s' * (n != 1)}"
+
+
+def in_bytes(size: int) -> str:
+    """A size with a unit in which it is not 0."""
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -196,7 +197,9 @@ def select(rows: Sequence[Any], texts: Sequence[str], more: Sequence[Any] = ()) 
         for names in ({row.name for row in rows}, {row.name for row in more}):
             found = found or {text} & names or {name for name in names if text in name}
         if not found:
-            raise ValueError(f"rows: {text!r} matches none of: " + "; ".join(row.name for row in (*rows, *more)))
+            names = [row.name for row in (*rows, *more)]
+            nearest = "; ".join(difflib.get_close_matches(text, names, n=5, cutoff=0))
+            raise ValueError(f"rows: {text!r} matches none of the {len(names)} names; the nearest are: {nearest}")
         picked |= found
     return [row for row in (*rows, *more) if row.name in picked]
 

@@ -31,7 +31,7 @@ from ..bench.timing import Timer, host_us
 from ..bench.views import PLOTS, VIEWS
 from ..bench.workloads import select
 from ..export.bindings import Library
-from ..files import require_writable
+from ..files import counted, require_writable
 
 STDOUT = Path("-")
 
@@ -130,7 +130,7 @@ def _compile(rows: Sequence[Any], folder: Path | None) -> bool:
     from ..bench.toolchains import compile_rows
 
     manifest = compile_rows(rows, folder, _say)
-    _say(f"Triton {manifest['triton']}: {len(manifest['kernels'])} kernels saved to {folder}")
+    _say(f"Triton {manifest['triton']}: {counted(len(manifest['kernels']), 'kernel')} saved to {folder}")
     return True
 
 
