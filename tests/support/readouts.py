@@ -20,9 +20,11 @@ def readout_call(op: Callable, dtype: torch.dtype, device: torch.device | str, s
     draw, T, H, K = torch.Generator().manual_seed(0), TOKENS[op], 2, 64
     q, k, v = (torch.randn(1, T, H, K, generator=draw).to(dtype) for _ in "qkv")
     call = dict(q=q, k=k, v=v, g=torch.zeros(1, T, H, K), beta=torch.rand(1, T, H, generator=draw))
-    call["initial_state"] = (torch.randn(1, H, K, K, generator=draw) * 3e5).to(state)
+    # chunks multiply states in q's dtype: these fit, and what is read of them does not
+    grown, scale = (1.2e4, 8.0) if op is fd.chunk_kda else (3e5, None)
+    call["initial_state"] = (torch.randn(1, H, K, K, generator=draw) * grown).to(state)
     call = {name: x.to(device) for name, x in call.items()}
-    return call | {"use_qk_l2norm_in_kernel": True, "state_v_first": True}
+    return call | {"scale": scale, "use_qk_l2norm_in_kernel": True, "state_v_first": True}
 
 
 def check_readout(
@@ -45,19 +47,14 @@ def check_readout(
     assert exact.abs().max() > 65504
     assert dtype != torch.float16 or run().isinf().any()
     shape = exact.shape
-    written = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
-    outputs = [run(**{"output" if op is fd.recurrent_kda else "out": written})]
-    assert outputs[0] is written
-    if op is not fd.recurrent_kda:
-        outputs.append(run(float32_output=True))
+    o = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
+    assert run(**{"output" if op is fd.recurrent_kda else "out": o}) is o
+    assert relative_error(o, exact) <= TOLERANCE[dtype]
     z, weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype), torch.ones(shape[-1])
     normed = fd.gated_rms_norm(exact, z.double(), weight.double(), backend="reference")
     around = "auto" if backend == "hopper" else backend
-    for o in outputs:
-        assert o.dtype == torch.float32
-        assert relative_error(o, exact) <= TOLERANCE[dtype]
-        y = fd.gated_rms_norm(o, z.to(device), weight.to(device), backend=around)
-        assert y.dtype == dtype and relative_error(y, normed) <= 2 * TOLERANCE[dtype]
+    y = fd.gated_rms_norm(o, z.to(device), weight.to(device), backend=around)
+    assert y.dtype == dtype and relative_error(y, normed) <= 2 * TOLERANCE[dtype]
 
 
 def check_layer(tokens: int, backend: str, device: torch.device | str = "cpu") -> None:

@@ -338,21 +338,22 @@ class KimiDeltaAttention(nn.Module):
     ) -> tuple[Callable, tuple[Tensor, ...], dict[str, object]]:
         """The operator for this many tokens, with its arguments."""
         B, T, _ = x.shape
+        g, beta = self.f_proj(x), self.b_proj(x)
+        if mixed.dtype == torch.float16:  # states, and what is read of them, may pass 65504; the norm brings that back
+            mixed, g, beta = mixed.float(), g.float(), beta.float()
         q, k, v = mixed.split(self.conv_channels, dim=-1)
         arguments = (
             q.view(B, T, self.num_heads, self.head_dim),
             k.view(B, T, self.num_heads, self.head_dim),
             v.view(B, T, self.num_v_heads, self.head_v_dim),
-            self.f_proj(x).view(B, T, self.num_v_heads, self.head_dim),
-            self.b_proj(x),
+            g.view(B, T, self.num_v_heads, self.head_dim),
+            beta,
         )
         options = {
             **self._gate_options(),
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
             "use_beta_sigmoid_in_kernel": True,
-            # the readout of a state may pass float16's 65504; the norm after it brings it back
-            "float32_output": mixed.dtype == torch.float16,
             "backend": self.backend,
             **states,
         }

@@ -23,7 +23,6 @@ def chunk_kda(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    float32_output: bool = False,
     use_qk_l2norm_in_kernel: bool | None = None,
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
@@ -77,8 +76,6 @@ def chunk_kda(
         scale: factor on the output; `K ** -0.5` by default.
         initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16. None means zeros.
         output_final_state: return the state after the last token, in `initial_state`'s dtype (float32 without one).
-        float32_output: return `o` in float32, not rounded to q's dtype: in float16 a readout past 65504 would be infinite
-            (docs/numerics.md).
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first. False by default; with `state_pool` it
             must be given, since all calls over a pool must agree (`recurrent_kda` divides by default).
         use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
@@ -109,7 +106,7 @@ def chunk_kda(
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
-            In q's dtype or float32.
+            In q's dtype or float32 (docs/numerics.md says what float16 can't hold).
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
             contiguous: written and returned instead of a new final state; implies `output_final_state`. A sequence without
             tokens leaves its initial state there, or zeros. Must not share memory with another argument (`state_pool` updates
@@ -162,8 +159,8 @@ def chunk_kda(
             least one.
 
     Returns:
-        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype, or is
-        float32; `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`.
+        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype, or
+        `out`'s; `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`.
         Packed, the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
         bound `T // chunk_size + N`, with zeros in the rows past the last chunk. `checkpoint_offsets` `[N, M]` cut chunks, all
         of which have a state in `h`: `NT` is then the bound `ceil(T / chunk_size) + M`, or `T // chunk_size + N (1 + M)`, with
@@ -189,7 +186,7 @@ def chunk_kda(
         state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices, checkpoint_states, border,
     )  # fmt: skip
     options = (
-        scale, output_final_state, float32_output, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first,
         chunk_size, gate, backend, null_index, checkpoint_every, split, batch_invariant, cp_context, group,
     )  # fmt: skip

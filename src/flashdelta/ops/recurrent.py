@@ -21,7 +21,6 @@ def fused_recurrent_kda(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    float32_output: bool = False,
     use_qk_l2norm_in_kernel: bool | None = None,
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
@@ -51,7 +50,7 @@ def fused_recurrent_kda(
         state_indices, has_initial_state,
     )  # fmt: skip
     options = (
-        scale, output_final_state, float32_output, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, lower_bound, state_v_first, gate, backend, null_index,
     )  # fmt: skip
     found = _call.run(tensors, options)

@@ -267,17 +267,9 @@ FINAL_STATE_RULE = Rule(
     "None (the pool receives the final states)",
 )
 
-OUTPUT_RULE = Rule(
-    "out",
-    lambda c: c.float32_output and c.out is not None and c.out.dtype not in (torch.float32, torch.float64),
-    "a 16-bit tensor with float32_output=True",
-    "a float32 tensor, or None",
-)
-
 POOL_RULES = (
     *SLOT_RULES,
     FINAL_STATE_RULE,
-    OUTPUT_RULE,
     unnamed("state_v_first"),
     unnamed("use_qk_l2norm_in_kernel"),
 )
@@ -441,7 +433,6 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
         ranks = dict(process_group=context.name, rank=context.rank, ranks=context.ranks)
         ranks |= dict(exchange=context.exchange, relay=context.relay)
     worked_out = dict(
-        float32_output=options.get("float32_output", False) or (t.out is not None and t.out.dtype != t.q.dtype),
         scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,
         lower_bound=float(c.lower_bound) if gate == "lower_bound" else None,

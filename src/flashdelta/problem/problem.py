@@ -136,7 +136,7 @@ class Settings:
     """The part of a problem that no tensor tells. An option of a public function that has the name of a field here is one.
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
-    `float32_output`: `o` is float32 whatever `dtype` is (float64 stays). `safe_gate` is true when every step's log decay is
+    `safe_gate` is true when every step's log decay is
     known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one checkpoint of a sequence to the next, 0 for none.
     `null_index` says which pool indices name no slot: those below 0, or 0 too. `split` is the number of segments of a sequence,
     1 for whole ones, or `AUTO` (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of
@@ -156,7 +156,6 @@ class Settings:
     l2norm: bool = False
     chunk_size: int = 64
     output_final_state: bool = False
-    float32_output: bool = False
     return_intermediate_states: bool = False
     checkpoint_every: int = 0
     state_v_first: bool = False
@@ -195,7 +194,7 @@ class Problem(Settings):
     `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose dtypes, with A's, are
     `state_dtype`, `state_grad_dtype` and `A_dtype`. Of the layer's operations: `shape` of the input, `D` channels,
     `taps` of the convolution's filters, and `state_length` inputs that a state of it holds (`fused_kda_decode` has the latter
-    two, and the sizes of attention). The gate of a norm, and its result, have `g_dtype`.
+    two, and the sizes of attention). `output_dtype`: of `o`, which `out` may have in float32, and of a norm's gate.
     """
 
     B: int = 0
@@ -206,6 +205,7 @@ class Problem(Settings):
     V: int = 0
     N: int = 0
     dtype: torch.dtype
+    output_dtype: torch.dtype
     g_dtype: torch.dtype = torch.float32
     beta_dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
@@ -303,12 +303,6 @@ class Problem(Settings):
         return (self.V, self.K) if self.state_v_first else (self.K, self.V)
 
     @property
-    def output_dtype(self) -> torch.dtype:
-        if self.operation == "gated_rms_norm":
-            return self.g_dtype
-        return torch.float32 if self.float32_output and self.dtype != torch.float64 else self.dtype
-
-    @property
     def state_shape(self) -> tuple[int, int, int, int]:
         return (self.N, self.HV, *self.inner_state)
 
@@ -379,7 +373,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
             has_pool=True, pool_slots=pool.shape[0], has_intermediate=True, has_records=has_records(t), rows=rows
         )
         sizes = dict(N=t.state_indices.shape[0], HV=pool.shape[1], K=K, V=V)
-        return Problem(**settings, **sizes, **given, dtype=pool.dtype, state_dtype=pool.dtype)
+        return Problem(**settings, **sizes, **given, dtype=pool.dtype, output_dtype=pool.dtype, state_dtype=pool.dtype)
     B, T, H, K = t.q.shape
     wide = torch.float64 if t.q.dtype == torch.float64 else torch.float32
     states = (t.state_pool, t.source_pool, t.initial_state, t.h, t.final_state)
@@ -397,6 +391,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         V=t.v.shape[3],
         N=number_of_sequences(t),
         dtype=t.q.dtype,
+        output_dtype=t.q.dtype if t.out is None else t.out.dtype,
         g_dtype=t.g.dtype,
         beta_dtype=t.beta.dtype,
         state_dtype=state_dtype,
@@ -426,7 +421,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values())
     given = dict(shape=shape, dtype=t.x.dtype, requires_grad=grad)
     if t.z is not None:
-        return Problem(**settings, **given, V=shape[-1], g_dtype=t.z.dtype)
+        return Problem(**settings, **given, V=shape[-1], output_dtype=t.z.dtype)
     state = next((x for x in (t.state_pool, t.initial_state, t.final_state) if x is not None), None)
     state_dtype, taps = t.x.dtype if state is None else state.dtype, t.weight.shape[-1]
     buffer = t.checkpoint_states
@@ -437,6 +432,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
         B=shape[0],
         T=shape[1],
         D=shape[2],
+        output_dtype=t.x.dtype,
         N=number_of_sequences(t),
         taps=taps,
         state_length=taps - 1 if any_state is None else any_state.shape[2],

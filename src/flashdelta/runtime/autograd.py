@@ -86,8 +86,6 @@ class Differentiable:
     def backward(
         self, saved: tuple[Tensor | None, ...], grad_o: Tensor, grad_final: Tensor | None, kept: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        if self.problem.float32_output:
-            grad_o = grad_o.to(self.problem.dtype)
         # the saved tensors, too: a hook may have put others in their place
         tensors = (*saved, grad_o, grad_final, *kept.values())
         recorded, known, addresses = self.cache.find(self.kind, tensors) if self.repeats else (None, None, [])

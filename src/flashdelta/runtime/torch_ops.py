@@ -198,8 +198,6 @@ class Gradients:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
         problem = replace(problem, operation=problem.operation + BACKWARD)
         t = replace(t, **dict(zip(("do", "dht"), arguments[: self.incoming])))
-        if problem.float32_output:
-            t = replace(t, do=t.do.to(problem.dtype))
         grads = backends.choose(problem, t.device, backend).build(problem, t).run()
         return tuple(grads[role].contiguous() if role in grads else t.first.new_empty(0) for role in self.roles)
 

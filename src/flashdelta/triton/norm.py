@@ -238,7 +238,7 @@ def backward_launches(problem: Problem, t: Tensors, outputs: Outputs, overlaps: 
     c, rows = norm_config(problem, backward=True), x.shape[:3].numel()
     tiles = -(-rows // c.ROWS)
     partials = new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32, t.device)
-    dtypes = {"x": problem.dtype, "z": problem.g_dtype}
+    dtypes = {"x": problem.dtype, "z": problem.output_dtype}
     dx, dz = (outputs.allocate(role, Result(problem.shape, dtype)) for role, dtype in dtypes.items())
     yield Launch(
         norm_backward_kernel,

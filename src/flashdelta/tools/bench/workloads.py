@@ -197,9 +197,9 @@ def select(rows: Sequence[Any], texts: Sequence[str], more: Sequence[Any] = ()) 
         for names in ({row.name for row in rows}, {row.name for row in more}):
             found = found or {text} & names or {name for name in names if text in name}
         if not found:
-            names = [row.name for row in (*rows, *more)]
-            nearest = "; ".join(difflib.get_close_matches(text, names, n=5, cutoff=0))
-            raise ValueError(f"rows: {text!r} matches none of the {len(names)} names; the nearest are: {nearest}")
+            every = [row.name for row in (*rows, *more)]
+            nearest = "; ".join(difflib.get_close_matches(text, every, n=5, cutoff=0))
+            raise ValueError(f"rows: {text!r} matches none of the {len(every)} names; the nearest are: {nearest}")
         picked |= found
     return [row for row in (*rows, *more) if row.name in picked]
 
