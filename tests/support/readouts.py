@@ -50,6 +50,7 @@ def check_readout(
     o = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
     assert run(**{"output" if op is fd.recurrent_kda else "out": o}) is o
     assert relative_error(o, exact) <= TOLERANCE[dtype]
+    assert (o.to(dtype).float() != o).any()  # not rounded on the way
     z, weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype), torch.ones(shape[-1])
     normed = fd.gated_rms_norm(exact, z.double(), weight.double(), backend="reference")
     around = "auto" if backend == "hopper" else backend
