@@ -27,6 +27,8 @@ from flashdelta.testing.inputs import TOKEN_TENSORS
 from ..support.refusals import REFUSED, Refusal, good_call, many_sequences, refusals, refused_with_a_pool
 from ..support.work import MOST_INSTRUCTIONS, instructions
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+
 wy = fd.kernels.chunk_bwd_wy_dqkg
 GOOD = (
     *((op, start) for op in (fd.chunk_kda, fd.fused_recurrent_kda) for start in ("plain", "pool")),
