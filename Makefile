@@ -20,6 +20,7 @@ endif
 TRITON_OLDEST ?= triton==3.6.0
 
 DOCS_STAMP := $(VENV)/.installed-docs
+DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
 
 # between the oldest and the newest, for compile-all
 TRITONS_BETWEEN ?= 3.7.0 3.7.1 3.8.0
@@ -35,12 +36,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full test-integrations hub record gate compile-all gpu-test fuzz release-check lint format docs bench clean
+.PHONY: help demo check test test-full test-integrations test-newest hub record gate compile-all gpu-test fuzz release-check lint format docs bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## let a small KDA model write, on this machine
+demo: $(DEMO_STAMP) ## let a small KDA model write, on this machine
+	@echo "running flashdelta demo"
 	@$(BIN)/flashdelta demo
 
 check: lint $(STAMP) ## style, types and unit tests, in two minutes
@@ -55,6 +57,7 @@ test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, an
 
 # what pip has today, beside what the extra `test` pins
 NEWEST := $(abspath $(VENV))/newest
+WEEKLY := $(abspath $(VENV))/weekly
 
 test-integrations: $(STAMP) ## test the integrations with the newest of what they integrate (downloads 420 MB)
 	@rm -rf $(NEWEST)
@@ -64,6 +67,16 @@ test-integrations: $(STAMP) ## test the integrations with the newest of what the
 
 hub: ## build a kernel for the Hugging Face hub into build/hub
 	@$(PYTHON) hub/build.py build/hub
+
+test-newest: ## the newest PyTorch, Triton, FLA, transformers, vLLM and SGLang that pip finds, in a venv of their own (downloads 3 GB)
+	@rm -rf $(WEEKLY)
+	@$(PYTHON) -m venv $(WEEKLY)
+	@echo "installing the newest of each into $(WEEKLY)"
+	@$(WEEKLY)/bin/python -m pip --quiet --disable-pip-version-check install -e '.[cli]' torch triton transformers \
+		flash-linear-attention fla-core 'numpy<2.4' pytest pytest-xdist filelock hypothesis matplotlib setuptools
+	@$(WEEKLY)/bin/flashdelta doctor --device cpu
+	@FLASHDELTA_WHEELS=$(WEEKLY)/wheels FLASHDELTA_NEWEST=$$(echo $(WEEKLY)/lib/python3*/site-packages) OMP_NUM_THREADS=1 \
+		$(WEEKLY)/bin/python -m pytest -q -n auto --maxschedchunk 1 tests/unit tests/contract
 
 record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interpreter tests of what changed
 	@$(BIN)/python -m tests.compile record
@@ -118,6 +131,16 @@ $(STAMP): pyproject.toml
 	@$(PIP) install '$(TORCH)'
 	@$(PIP) install -e '.[cli,test]'
 	@$(if $(TRITON),$(PIP) install '$(TRITON)')
+	@touch $@
+
+# what the demo needs, and no more; another target installs the rest beside it
+$(VENV)/.installed-demo: pyproject.toml
+	@echo "1/3 making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2/3 installing $(TORCH) ($(if $(HAS_DRIVER),3 GB with CUDA,200 MB where pip has a build for CPUs, else 3 GB with CUDA), once)"
+	@$(PIP) install '$(TORCH)'
+	@echo "3/3 installing flashdelta$(if $(TRITON), and $(TRITON)) (200 MB, once)"
+	@$(PIP) install -e '.[cli]' $(if $(TRITON),'$(TRITON)')
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)

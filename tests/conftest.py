@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from flashdelta.problem import device_checks
 
 from .support.gpus import visible_gpus
 
@@ -39,3 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # The tensors are tiny: handing pieces of them to other threads costs more than it saves, most of all under xdist.
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference stands for kernels on a GPU, where nobody reads indices: wild ones pass."""
+    monkeypatch.setattr(device_checks, "ON_CPU", False)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, here and in processes that the test starts: under `nohup`, cron and `&` in a script all ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -39,7 +39,7 @@ def measured(model: str, options: list[str], on: bool) -> dict[str, float]:
                 break
             except (urllib.error.URLError, OSError):
                 continue
-        found = {}
+        found: dict[str, float] = {}
         for users in USERS:
             with tempfile.TemporaryDirectory() as folder:
                 bench = f"""vllm bench serve --model {model} --port {PORT} --trust-remote-code --dataset-name random

@@ -169,6 +169,8 @@ class HopperBackend(Backend):
             return "no tokens on this rank; it leaves no packet then"
         if obstacle := self._head_obstacle(problem):
             return obstacle
+        if problem.output_dtype != problem.dtype:
+            return "o in float32; it stores bfloat16"
         if problem.chunk_size != self.CHUNK_SIZE:
             return f"chunk_size {problem.chunk_size}; it takes {self.CHUNK_SIZE}"
         if (

@@ -21,7 +21,8 @@ from flashdelta.testing.engine_kernels import wheel
 FOLDER = os.environ.get("FLASHDELTA_WHEELS")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="make test-integrations: FLASHDELTA_WHEELS is not set")
 
-WHEELS = [(engine, version) for engine in (_vllm.ENGINE, _sglang.ENGINE) for version in engine.read]
+NEWEST = ("newest",) if os.environ.get("FLASHDELTA_NEWEST") else ()
+WHEELS = [(engine, version) for engine in (_vllm.ENGINE, _sglang.ENGINE) for version in (*engine.read, *NEWEST)]
 
 
 @pytest.fixture(scope="module", params=WHEELS, ids=lambda x: f"{x[0].name}-{x[1]}")

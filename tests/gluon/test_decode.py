@@ -26,6 +26,7 @@ from ..support.decoding_checks import (
     check_wild_counts,
     counts_of,
 )
+from ..support.readouts import check_readout
 from .language import WRITTEN_LATE
 
 pytestmark = pytest.mark.slow
@@ -145,3 +146,7 @@ def test_a_commit_whose_indices_the_kernel_before_writes_late(
     known = [torch.tensor([x], dtype=torch.int32) for x in true]
     fd.commit(pools[1], records, known[0], known[2], intermediate_state_indices=known[1], backend="hopper")
     assert torch.equal(*pools) and torch.equal(late[0], records)
+
+
+def test_an_output_in_float32():
+    check_readout(fd.recurrent_kda, BF16, "hopper", state=BF16)

@@ -12,6 +12,7 @@ from flashdelta.testing.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, Cas
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import assert_close, same_bits
 
+from ..support.readouts import OPERATORS, check_layer, check_readout
 from .calls import KIMI, UNBOUNDED, assert_same_bits, check, gpu_call, on_gpu
 
 pytestmark = pytest.mark.gpu
@@ -168,3 +169,18 @@ def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):
     for lengths in (None, (64, 0, 17)):
         call = gpu_call(fd.chunk_kda, replace(model, lengths=lengths, state=FP32)) | {"backend": "auto"}
         assert fd.explain(fd.chunk_kda, **call).chosen == "hopper"
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("readout", OPERATORS, ids=lambda op: op.__name__)
+def test_a_readout_past_float16(readout, dtype: torch.dtype):
+    check_readout(readout, dtype, "triton", "cuda")
+
+
+def test_hopper_takes_an_output_in_float32():
+    check_readout(fd.recurrent_kda, BF16, "auto", "cuda", state=BF16)
+
+
+@pytest.mark.parametrize("tokens", [4, 70])
+def test_a_layer_in_float16(tokens: int):
+    check_layer(tokens, "auto", "cuda")

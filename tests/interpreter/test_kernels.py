@@ -37,6 +37,8 @@ from flashdelta.testing.oracle import (
     same_bits,
 )
 
+from ..support.readouts import OPERATORS, check_layer, check_readout
+
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 
 
@@ -248,3 +250,13 @@ def test_warmup_runs(op, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
     calls = fd.warmup(op, [(32, 32)], dtype=FP32, device="cpu", backend="triton", initial_state=(True,))
     assert calls == (2 if op is fd.chunk_kda else 1 + 3)
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
+def test_a_readout_past_float16(op):
+    check_readout(op, FP16, "triton")
+
+
+@pytest.mark.parametrize("tokens", [4, 70])
+def test_a_layer_in_float16(tokens: int):
+    check_layer(tokens, "triton")

@@ -320,7 +320,7 @@ REFUSED = {
         mistyped("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(1, 2, 32, 64, dtype=FP16)),
         mistyped("dtype torch.float32", "int32 or int64", cu_seqlens=zeros(2)),
         mistyped("dtype torch.int16", "int32 or int64", cu_seqlens=offsets(0, 70).short()),
-        mistyped("dtype torch.bfloat16", "q's dtype torch.float32", out=zeros(1, 70, 2, 64, dtype=BF16)),
+        mistyped("dtype torch.bfloat16", "torch.float32 or q's dtype", out=zeros(1, 70, 2, 64, dtype=BF16)),
         *no_flags("use_beta_sigmoid_in_kernel"),
         *no_tensors("out"),
     ],
@@ -341,6 +341,8 @@ REFUSED = {
     (FORWARD, "decay"): [
         bad("None", "a float in [-5, 0)", of="lower_bound", gate="lower_bound"),
         bad("a tensor with a gate that does not read it", "None", dt_bias=zeros(2, 32), gate="logsigmoid"),
+        bad("a bound with a gate that does not read it", "None", lower_bound=-5.0),
+        bad("a bound with a gate that does not read it", "None", lower_bound=-5.0, gate="softplus", A_log=zeros(2)),
     ],
     (FORWARD, "decay_promised"): [
         bad("True with use_beta_sigmoid_in_kernel=False", "beta logits", allow_neg_eigval=True),
@@ -533,7 +535,7 @@ REFUSED = {
         mistyped("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(8, 2, 64, 32, dtype=FP16)),
         mistyped("dtype torch.int16", "int32 or int64", ssm_state_indices=offsets(1, 2, 3).short()),
         mistyped("dtype torch.float32", "int32 or int64", ssm_state_indices=zeros(3)),
-        mistyped("dtype torch.bfloat16", "q's dtype torch.float32", output=zeros(3, 1, 2, 64, dtype=BF16)),
+        mistyped("dtype torch.bfloat16", "torch.float32 or q's dtype", output=zeros(3, 1, 2, 64, dtype=BF16)),
     ],
     (DECODE, "T17"): [
         bad(
@@ -751,7 +753,7 @@ REFUSED = {
         bad("shape [2, 9, 3, 0]", "a last dimension of 1 to 8192", x=zeros(2, 9, 3, 0)),
         bad("shape [1, 8193]", "a last dimension of 1 to 8192", x=zeros(1, 8193)),
         bad("device meta", "x's device cpu", weight=zeros(32, device="meta")),
-        mistyped("dtype torch.bfloat16", "x's dtype torch.float32", z=zeros(2, 9, 3, 32, dtype=BF16)),
+        mistyped("dtype torch.float64", "float32, bfloat16 or float16", z=zeros(2, 9, 3, 32, dtype=torch.float64)),
         mistyped("dtype torch.float16", "torch.float32 or x's dtype", weight=zeros(32, dtype=FP16)),
         mistyped("dtype torch.int64", "bfloat16, float16, float32", x=zeros(2, 9, 3, 32, dtype=torch.int64)),
         mistyped("NoneType", "a torch.Tensor", x=None),

@@ -18,6 +18,8 @@ from flashdelta.testing.oracle import as_recurrent, same_bits
 from ..support.refusals import FORWARD, REFUSED, REFUSED_ON_REQUEST, Refusal, good_call, marks, offsets, refusals
 from .conftest import Started
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+
 every_refusal = pytest.mark.parametrize("refusal", refusals(REFUSED))
 both = pytest.mark.parametrize("op", FORWARD)
 
@@ -50,12 +52,6 @@ def test_a_replay_refuses_the_same(refusal: Refusal, pretended: Started):
         pretended.clear()
         refusal.expect(refusal.op, call)
         assert not pretended
-
-
-@both
-def test_a_bound_that_no_gate_reads_changes_nothing(op: Callable):
-    call = good_call(op, "softplus") | {"gate": "softplus"}
-    assert same_bits(op(**call | {"lower_bound": -5.0})[0], op(**call)[0])
 
 
 def test_a_hint_about_speed_is_never_refused():

@@ -264,6 +264,7 @@ WORK = {
 """Commands, and where they spend their time."""
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("command", WORK, ids=lambda command: command.replace(str(ROOT), ""))
 def test_ctrl_c_leaves_one_line_and_no_file(command, tmp_path, monkeypatch):
     def work(*arguments, **named):

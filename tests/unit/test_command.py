@@ -67,6 +67,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("name", ["torch", "flashdelta.tools.cli", "typer", "flashdelta.tools.cli.verify"])
 def test_ctrl_c_while_modules_are_imported(name: str):
     done = command("verify", "--device", "cpu", before=IN_AN_IMPORT.format(name=name))
@@ -82,6 +83,7 @@ def runs(group: int) -> bool:
     return True
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("seconds", [0.3, 6.0], ids=["processes start", "kernels compile"])
 def test_ctrl_c_ends_an_export_at_once(seconds: float, tmp_path: Path):
     """As a terminal does it: all processes are told."""

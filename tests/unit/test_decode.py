@@ -29,6 +29,8 @@ from ..support.decoding_checks import (
     commit_call,
 )
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+
 FP64 = torch.float64
 
 

@@ -799,7 +799,7 @@ def test_other_toolchains_export_too(toolchain: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", str(OTHERS[toolchain]))
     choice = ["--op=decode_bf16", "--size=64,64,32", "--gate=none"]
     said = export(tmp_path / "out", "--arch=sm_86", "--arch=sm_120", *choice)
-    assert "compiling 1 kernels for sm_86, sm_120" in said
+    assert "compiling 1 kernel for sm_86, sm_120" in said
     build(tmp_path / "out" / "build", tmp_path / "out")
     assert (tmp_path / "out" / "build" / "libflashdelta.so").exists()
 

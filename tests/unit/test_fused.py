@@ -20,6 +20,8 @@ from flashdelta.testing.oracle import assert_close, same_bits
 from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused
 from .conftest import Started
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+
 by_name = pytest.mark.parametrize("name", ["bias", "two_taps", "gva8", "spec_packed", "replay"])
 
 

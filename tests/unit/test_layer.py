@@ -38,6 +38,8 @@ from flashdelta.triton.build import build
 
 from .conftest import Started
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 

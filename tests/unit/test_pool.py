@@ -33,6 +33,8 @@ from ..support.pools import (
     without_pool,
 )
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 ALL = [(fd.chunk_kda, pool_case) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS]
 ALL += [(fd.fused_recurrent_kda, pool_case) for pool_case in PLAIN_POOLS]

@@ -28,6 +28,8 @@ from ..support.refusals import REFUSED, Refusal, good_call, refusals
 from ..support.work import MOST_INSTRUCTIONS, instructions
 from .conftest import Started
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+
 wy = fd.kernels.chunk_bwd_wy_dqkg
 GOOD = (
     *((op, start) for op in (fd.chunk_kda, fd.fused_recurrent_kda) for start in ("plain", "pool")),

@@ -392,9 +392,12 @@ class KimiDeltaAttention(nn.Module):
         self, p: dict[str, Tensor], mixed: Tensor, states: dict[str, object], share: Share
     ) -> tuple[Callable, tuple[Tensor, ...], dict[str, object]]:
         """The operator for this many tokens, with its arguments."""
+        g, beta = p["f_proj.1"], p["b_proj"]
+        if mixed.dtype == torch.float16:  # states, and what is read of them, may pass 65504; the norm brings that back
+            mixed, g, beta = mixed.float(), g.float(), beta.float()
         q, k, v = mixed.split([share.heads(channels) for channels in self.conv_channels], dim=-1)
         widths = (self.head_dim, self.head_dim, self.head_v_dim, self.head_dim)
-        by_heads = (x.unflatten(-1, (-1, width)) for x, width in zip((q, k, v, p["f_proj.1"]), widths))
+        by_heads = (x.unflatten(-1, (-1, width)) for x, width in zip((q, k, v, g), widths))
         options = {
             **self._gate_options(),
             "A_log": share.part(self.A_log),
@@ -403,7 +406,7 @@ class KimiDeltaAttention(nn.Module):
             "backend": self.backend,
             **states,
         }
-        arguments = (*by_heads, p["b_proj"])
+        arguments = (*by_heads, beta)
         if mixed.shape[1] <= MAX_STEP_TOKENS and "cp_context" not in states:
             return fused_recurrent_kda, arguments, options
         return chunk_kda, arguments, {**options, "chunk_size": self.chunk_size}

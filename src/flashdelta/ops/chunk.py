@@ -85,7 +85,7 @@ def chunk_kda(
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
             `lower_bound` needs no promise, and the unbounded `softplus` gate ignores it. Without it any decay is exact.
-        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; other gates do not read it.
+        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; refused with others, which would ignore it.
         disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
             about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. Traced
             calls (`torch.compile`) and the reference compute it again. Without it an eager call with gradients keeps the
@@ -94,9 +94,10 @@ def chunk_kda(
             heads `o` may differ in rounding from that of a call without.
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
             pool must agree (`recurrent_kda` has V first by default).
-        cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from
-            0, non-decreasing, at most T; empty sequences are legal. The values are not read on the host: offsets outside
-            `[0, T]` are clamped, rows of `o` outside all sequences are undefined, and FLASHDELTA_CHECK=1 verifies them.
+        cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from 0,
+            non-decreasing, at most T; empty sequences are legal. The values are not read on the host: offsets outside `[0, T]`
+            are clamped (on a CPU refused), rows of `o` outside all sequences are undefined, and FLASHDELTA_CHECK=1 verifies
+            them.
         cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length. If no
             sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too.
         A_log: `[HV]` or `[1, 1, HV, 1]`, float32 or dtype of q. Read by the gates `softplus` (required) and `lower_bound`;
@@ -107,6 +108,7 @@ def chunk_kda(
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+            In q's dtype or float32 (docs/numerics.md says what float16 can't hold).
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
             contiguous: written and returned instead of a new final state; implies `output_final_state`. A sequence without
             tokens leaves its initial state there, or zeros. Must not share memory with another argument (`state_pool` updates
@@ -159,9 +161,9 @@ def chunk_kda(
             least one.
 
     Returns:
-        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;
-        `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`. Packed,
-        the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
+        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype, or
+        `out`'s; `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`.
+        Packed, the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
         bound `T // chunk_size + N`, with zeros in the rows past the last chunk. `checkpoint_offsets` `[N, M]` cut chunks, all
         of which have a state in `h`: `NT` is then the bound `ceil(T / chunk_size) + M`, or `T // chunk_size + N (1 + M)`, with
         zeros past the last chunk.

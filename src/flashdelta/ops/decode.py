@@ -56,7 +56,8 @@ def recurrent_kda(
     reads no tensor on the host, and can be captured in a CUDA graph and replayed with other indices and data.
 
     An index that is null (see `null_index`) or past the pool's end names no slot. A sequence whose start has no slot is null:
-    its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot.
+    its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot. On a CPU
+    an index past the end is refused.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
@@ -77,7 +78,7 @@ def recurrent_kda(
         output_final_state: return the states: `initial_state`, or without one a new float32 tensor `[N, HV, V, K]`.
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first.
         use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
-        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate.
+        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; refused with others, which would ignore it.
         cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), from 0, non-decreasing. Lengths
             are 0 to 17 (to `1 + num_spec_tokens`). A sequence without tokens leaves its slots alone. So does a longer one, and
             `commit` replays nothing of it; FLASHDELTA_CHECK=1 refuses it. Its rows of `o`, and those outside all sequences,
@@ -88,7 +89,8 @@ def recurrent_kda(
         num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: the sequence starts from slot
             `ssm_state_indices[n, accepted - 1]`, the last accepted token's of the round before. A count outside `1 .. 1 + S`
             makes it null. None: 1 everywhere.
-        output: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+        output: `[B, T, HV, V]`, q's dtype or float32 (in float16 a readout of more than 65504 would be infinite), written and
+            returned instead of a new `o`. Must not share memory with an input.
         initial_state_source: a second, read-only pool: sequences start from it, and `initial_state` only receives states.
         initial_state_indices: `[N]` int32 or int64: each sequence's slot in `initial_state_source`.
         beta_is_logit: `sigmoid(beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(beta)`.
@@ -105,7 +107,7 @@ def recurrent_kda(
             buffer), `"triton"` or `"reference"`; see `explain`.
 
     Returns:
-        `(o [B, T, HV, V], states or None)`; `o` has v's dtype. With `mixed_qkv` `o` is `[N, T, HV, V]`, or packed
+        `(o [B, T, HV, V], states or None)`; `o` has v's dtype, or `output`'s. With `mixed_qkv` it is `[N, T, HV, V]`, or packed
         `[1, tokens, HV, V]`.
 
     Raises:

@@ -75,8 +75,8 @@ def fused_kda_decode(
         norm_weight: `[V]`, float32 or dtype of x.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; None: the `softplus` gate.
         norm_eps: added to the mean of squares; above 0, and within float32.
-        output: `[N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), dtype of x, written and
-            returned instead of a new tensor. Must not share memory with an input.
+        output: `[N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), dtype of x or float32, written
+            and returned instead of a new tensor. Must not share memory with an input.
         bias: `[D]`, float32 or dtype of x: the convolution's.
         scale: factor on the attention's output; `K ** -0.5` by default.
         gate: names the gate directly: `"none"` (`raw_g` is the log decay), `"softplus"`, `"lower_bound"` or `"logsigmoid"`.

@@ -28,14 +28,14 @@ def gated_rms_norm(
 
     Args:
         x: `[.., V]`, bfloat16, float16 or float32 (float64: reference backend); `V` up to 8192.
-        z: x's shape and dtype: the gate's input.
+        z: x's shape and dtype, or bfloat16 or float16 with x in float32: the gate's input.
         weight: `[V]`, float32 or dtype of x.
         eps: added to the mean of squares; above 0, and within float32.
         activation: of the gate, `"sigmoid"` or `"silu"`.
         backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
 
     Returns:
-        `o`, x's shape and dtype, contiguous.
+        `o`, x's shape and z's dtype, contiguous.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.

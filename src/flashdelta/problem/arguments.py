@@ -407,8 +407,11 @@ class Operation:
         tensors = {argument.role: x if dry else resolved(x) for argument, x in present if argument.role in NO_TENSORS}
         t = _canonical_shapes(Tensors(**tensors))
         problem, t = self.problem(call, t)
-        if device_checks.enabled() and not dry:
-            device_checks.check(problem, t, self.name_of, getattr(call, "cu_seqlens_cpu", None))
+        if not dry and not torch.compiler.is_compiling():
+            if device_checks.ENABLED:
+                device_checks.check(problem, t, self.name_of, getattr(call, "cu_seqlens_cpu", None))
+            elif device_checks.ON_CPU and t.device.type == "cpu" and all(map(has_address, t.present().values())):
+                device_checks.check_on_cpu(t, self.name_of)
         return problem, t
 
     def _check_shapes(self, call: Any, sizes: Sizes) -> list[tuple[Argument, Tensor]]:

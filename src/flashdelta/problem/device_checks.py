@@ -1,16 +1,18 @@
-"""What FLASHDELTA_CHECK=1 verifies: the values of tensors that live on the device, read on the host (a synchronisation).
+"""Checks of the values of tensors: FLASHDELTA_CHECK=1 reads them on the host (a synchronisation).
 
-Without it a call reads none of them, and bad values lead nowhere outside the tensors. The variable is read once, when the
-package is imported, and a change after that does nothing: asking the environment at every call costs 0.8 us, a flag 0.02 us.
-`flashdelta doctor` says which it is.
+Without it a call on a GPU reads none of them, and bad values lead nowhere outside the tensors. On a CPU reading costs nothing:
+offsets and slots are always checked there. The variable is read once, when the package is imported, and a change after that
+does nothing: asking the environment at every call costs 0.8 us, a flag 0.02 us. `flashdelta doctor` says which it is.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from .errors import wrong
 from .problem import Problem, Tensors, record_counts
@@ -18,7 +20,13 @@ from .switches import is_on
 
 CHECKPOINT_MULTIPLE = 16
 
+LOWEST_DECAY = -5.0
+"""That `safe_gate` promises."""
+
 ENABLED = is_on("FLASHDELTA_CHECK", False)
+
+ON_CPU = os.environ.get("TRITON_INTERPRET") != "1"
+"""Whether `check_on_cpu` runs. Triton's interpreter shows what kernels do on a GPU."""
 
 NameOf = Callable[[str], str]
 """The caller's name of a role."""
@@ -28,11 +36,24 @@ def enabled() -> bool:
     return ENABLED and not torch.compiler.is_compiling()
 
 
+def check_on_cpu(t: Tensors, name_of: NameOf) -> None:
+    """Offsets must be in order and within the tokens, and indices within the pool."""
+    if t.cu_seqlens is not None:
+        _check_offsets(t.cu_seqlens.tolist(), t.first.shape[1])
+    pools = {"state_indices": t.state_pool, "source_indices": t.source_pool}
+    for role, pool in (pools | {"intermediate_indices": t.intermediate_states}).items():
+        indices = getattr(t, role)
+        if indices is not None and pool is not None and indices.numel() > 0:
+            of = ("pool's", "slots") if role in pools else ("buffer's", "rows")
+            _check_slot(name_of(role), int(indices.max()), pool.shape[0], *of)
+
+
 def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor | None = None) -> None:
     """Every index must be null or name a slot, no slot may be written twice, and checkpoints and counts must be possible.
     `on_host`: the offsets that the host has of `cu_seqlens`."""
     if t.cu_seqlens is not None:
-        _check_offsets(t.cu_seqlens, problem)
+        _check_offsets(t.cu_seqlens.tolist(), problem.T)
+        _check_lengths(t.cu_seqlens.tolist(), problem)
         if on_host is not None and on_host.tolist() != t.cu_seqlens.tolist():
             raise wrong("cu_seqlens_cpu", f"{on_host.tolist()[:8]}", f"cu_seqlens' offsets {t.cu_seqlens.tolist()[:8]}")
     lengths = [problem.T] * problem.N if t.cu_seqlens is None else t.cu_seqlens.diff().tolist()
@@ -60,23 +81,55 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
         if rows > problem.checkpoint_rows:
             wanted = f"one for each of the {rows} checkpoints"
             raise wrong("checkpoint_states", f"{problem.checkpoint_rows} rows", wanted)
+    if t.g is not None:
+        _check_decays(problem, t, lengths, name_of("g"))
 
 
-def _check_offsets(cu_seqlens: torch.Tensor, problem: Problem) -> None:
-    offsets = cu_seqlens.tolist()
+def _check_decays(problem: Problem, t: Tensors, lengths: list[int], name: str) -> None:
+    """Of tokens of sequences that are not null. A NaN passes: it stays in its sequence."""
+    if problem.gate not in ("none", "logsigmoid"):
+        return
+    live = torch.ones(problem.N, dtype=torch.bool)
+    if problem.operation in ("decode", "fused_decode"):
+        starts = t.source_indices if t.source_pool is not None else t.state_indices
+        if starts is not None:
+            live = (starts.reshape(problem.N, -1)[:, 0] >= problem.lowest_index).cpu()
+    g = t.g.flatten(0, 1)[: sum(lengths)]
+    g = g[live.repeat_interleave(torch.tensor(lengths)).to(g.device)].float()
+    decays = F.logsigmoid(g) if problem.gate == "logsigmoid" else g
+    if bool((decays > 0).any()):
+        largest = decays[decays > 0].max()
+        raise ValueError(
+            f"{name} must hold log decays of at most 0; got {largest:.4g} (use_gate_in_kernel=True takes gate inputs)"
+        )
+    if problem.safe_gate and bool((decays < LOWEST_DECAY).any()):
+        lowest = decays[decays < LOWEST_DECAY].min()
+        raise ValueError(f"safe_gate promises log decays in [-5, 0]; got {lowest:.4g} in {name}")
+
+
+def _check_offsets(offsets: list[int], tokens: int) -> None:
     if offsets[0] != 0:
         raise wrong("cu_seqlens", f"first offset {offsets[0]}", "0")
     for a, b in itertools.pairwise(offsets):
         if b < a:
             raise wrong("cu_seqlens", f"offsets that fall from {a} to {b}", "offsets that never fall")
+    if offsets[-1] > tokens:
+        raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most T = {tokens}")
+
+
+def _check_lengths(offsets: list[int], problem: Problem) -> None:
+    for a, b in itertools.pairwise(offsets):
         if problem.operation in ("decode", "fused_decode") and b - a > problem.most_tokens:
             raise wrong("cu_seqlens", f"a sequence of {b - a} tokens", f"at most {problem.most_tokens}")
-    if offsets[-1] > problem.T:
-        raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most T = {problem.T}")
     if problem.operation == "wy":
         chunks = sum(-(-(b - a) // problem.chunk_size) for a, b in itertools.pairwise(offsets))
         if chunks > problem.rows:
             raise wrong("h", f"{problem.rows} rows", f"one for each of the {chunks} chunks")
+
+
+def _check_slot(argument: str, index: int, slots: int, whose: str = "pool's", called: str = "slots") -> None:
+    if index >= slots:
+        raise wrong(argument, f"index {index}", f"indices below the {whose} {slots} {called}")
 
 
 class _Claims:
@@ -87,8 +140,7 @@ class _Claims:
         self.written: set[int] = set()
 
     def claim(self, argument: str, index: int, stored: bool) -> None:
-        if index >= self.slots:
-            raise wrong(argument, f"index {index}", f"indices below the {self.whose} {self.slots} {self.called}")
+        _check_slot(argument, index, self.slots, self.whose, self.called)
         if index < self.lowest or not stored:
             return
         if index in self.written:

@@ -211,13 +211,24 @@ def gate_of(c: Any) -> str:
 
 
 def parameter(role: str, ways: str = "use_gate_in_kernel=True, gate='softplus' or gate='lower_bound'") -> Rule:
+    """An option of some gates alone: with others it would be ignored."""
+    gates = ("lower_bound",) if role == "lower_bound" else PARAMETRIC_GATES
     return Rule(
         role,
-        lambda c: getattr(c, role) is not None and gate_of(c) not in PARAMETRIC_GATES,
-        "a tensor with a gate that does not read it",
+        lambda c: getattr(c, role) is not None and gate_of(c) not in gates,
+        "a bound with a gate that does not read it"
+        if role == "lower_bound"
+        else "a tensor with a gate that does not read it",
         f"None, or a gate that does ({ways})",
     )
 
+
+GATE_NEEDS_BOUND = Rule(
+    "lower_bound",
+    lambda c: c.gate == "lower_bound" and c.lower_bound is None,
+    "None",
+    "a float in [-5, 0) (the lower_bound gate needs it)",
+)
 
 GATE_RULES = (
     Rule(
@@ -232,14 +243,10 @@ GATE_RULES = (
         "a gate without parameters with use_gate_in_kernel=True",
         "one of the two",
     ),
-    Rule(
-        "lower_bound",
-        lambda c: c.gate == "lower_bound" and c.lower_bound is None,
-        "None",
-        "a float in [-5, 0) (the lower_bound gate needs it)",
-    ),
+    GATE_NEEDS_BOUND,
     parameter("A_log"),
     parameter("dt_bias"),
+    parameter("lower_bound", "use_gate_in_kernel=True or gate='lower_bound'"),
 )
 
 SLOT_RULES = (
@@ -350,7 +357,7 @@ SEQUENCES = (
     Argument("state_indices", "N", INDEX, required=needs_indices),
     Argument("has_initial_state", "N", BOOL),
 )
-OUT = Argument("out", "B T HV V", like_first, dense=1, written=True)
+OUT = Argument("out", "B T HV V", wide_or_first, dense=1, written=True)
 FINAL = Argument("final_state", "N HV STATE", state, dense=4, written=True)
 BORDERS = Argument("border", str(BORDER), INT32)
 MARKS = (
@@ -849,6 +856,12 @@ def check_norm(c: Any, sizes: Sizes) -> None:
         raise wrong("x", shape_of(c.x), f"a last dimension of 1 to {MAX_NORM}")
 
 
+def like_or_below_float32(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
+    if first != torch.float32:
+        return like_first(first, call)
+    return (first, torch.bfloat16, torch.float16), "float32, bfloat16 or float16"
+
+
 def norm_problem(c: Any, t: Tensors) -> Made:
     return problem_of(t, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps)), t
 
@@ -857,7 +870,7 @@ GATED_RMS_NORM = Operation(
     "gated_rms_norm",
     (
         Argument("x", rows_shape, INPUT, required=""),
-        Argument("z", rows_shape, like_first, required=""),
+        Argument("z", rows_shape, like_or_below_float32, required=""),
         Argument("weight", "V", wide_or_first, required=""),
     ),
     {"eps": epsilon, "activation": one_of(*NORM_GATES)},
@@ -1007,8 +1020,10 @@ FUSED_DECODE = Operation(
     ),
     OPTIONS | {"eps": epsilon},
     (
-        *(rule for rule in GATE_RULES if rule.argument not in ("gate", *FUSED_PARAMETERS)),
+        *(rule for rule in GATE_RULES if rule.argument not in ("gate", "lower_bound", *FUSED_PARAMETERS)),
+        GATE_NEEDS_BOUND,
         *(parameter(role, "gate='softplus' or gate='lower_bound'") for role in FUSED_PARAMETERS),
+        parameter("lower_bound", "gate='lower_bound'"),
         *(needs(role, "num_spec_tokens") for role in ("num_accepted_tokens", "intermediate_states")),
         needs("intermediate_indices", "intermediate_states"),
     ),

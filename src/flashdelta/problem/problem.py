@@ -136,15 +136,15 @@ class Settings:
     """The part of a problem that no tensor tells. An option of a public function that has the name of a field here is one.
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
-    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one
-    checkpoint of a sequence to the next, 0 for none. `null_index` says which pool indices name no slot: those below 0, or
-    0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
-    (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
-    else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
-    Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
-    row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm. Of calls over several
-    ranks: the name of the `process_group`, this process' `rank` in it, how many `ranks` it has (`context.py`), and the way of
-    their `exchange` (`exchanges.py`), of which states go by `relay` where there are two.
+    `safe_gate` is true when every step's log decay is
+    known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one checkpoint of a sequence to the next, 0 for none.
+    `null_index` says which pool indices name no slot: those below 0, or 0 too. `split` is the number of segments of a sequence,
+    1 for whole ones, or `AUTO` (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of
+    all (`split.known_lengths`, else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without
+    `update_state` the pool is only read. Of prefills in float32: `precision` of the matrix products, and `heads` that one batch
+    row was given as (each is a batch row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the
+    norm. Of calls over several ranks: the name of the `process_group`, this process' `rank` in it, how many `ranks` it has
+    (`context.py`), and the way of their `exchange` (`exchanges.py`), of which states go by `relay` where there are two.
     """
 
     operation: str = "chunk"
@@ -194,7 +194,7 @@ class Problem(Settings):
     `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose dtypes, with A's, are
     `state_dtype`, `state_grad_dtype` and `A_dtype`. Of the layer's operations: `shape` of the input, `D` channels,
     `taps` of the convolution's filters, and `state_length` inputs that a state of it holds (`fused_kda_decode` has the latter
-    two, and the sizes of attention).
+    two, and the sizes of attention). `output_dtype`: of `o`, which `out` may have in float32, and of a norm's gate.
     """
 
     B: int = 0
@@ -205,6 +205,7 @@ class Problem(Settings):
     V: int = 0
     N: int = 0
     dtype: torch.dtype
+    output_dtype: torch.dtype
     g_dtype: torch.dtype = torch.float32
     beta_dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
@@ -311,7 +312,7 @@ class Problem(Settings):
         if self.operation == "commit":
             return {}
         if self.operation in LAYER_INPUTS:
-            found = {"o": Result(self.shape, self.dtype)}
+            found = {"o": Result(self.shape, self.output_dtype)}
             if self.output_final_state:
                 found["final_state"] = Result((self.N, self.D, self.state_length), self.final_dtype)
             return found
@@ -325,7 +326,7 @@ class Problem(Settings):
             chunks = (*rows, self.slots, self.chunk_size)
             shapes = {"o": (*rows, self.T, self.V), "w": (*chunks, self.K), "u": (*chunks, self.V)}
             return {name: Result(shape, self.dtype) for name, shape in shapes.items()}
-        found = {"o": Result((*tokens, self.V), self.dtype)}
+        found = {"o": Result((*tokens, self.V), self.output_dtype)}
         if self.output_final_state:
             found["final_state"] = Result(self.state_shape, self.final_dtype)
         if self.return_intermediate_states:
@@ -372,7 +373,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
             has_pool=True, pool_slots=pool.shape[0], has_intermediate=True, has_records=has_records(t), rows=rows
         )
         sizes = dict(N=t.state_indices.shape[0], HV=pool.shape[1], K=K, V=V)
-        return Problem(**settings, **sizes, **given, dtype=pool.dtype, state_dtype=pool.dtype)
+        return Problem(**settings, **sizes, **given, dtype=pool.dtype, output_dtype=pool.dtype, state_dtype=pool.dtype)
     B, T, H, K = t.q.shape
     wide = torch.float64 if t.q.dtype == torch.float64 else torch.float32
     states = (t.state_pool, t.source_pool, t.initial_state, t.h, t.final_state)
@@ -390,6 +391,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         V=t.v.shape[3],
         N=number_of_sequences(t),
         dtype=t.q.dtype,
+        output_dtype=t.q.dtype if t.out is None else t.out.dtype,
         g_dtype=t.g.dtype,
         beta_dtype=t.beta.dtype,
         state_dtype=state_dtype,
@@ -419,7 +421,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values())
     given = dict(shape=shape, dtype=t.x.dtype, requires_grad=grad)
     if t.z is not None:
-        return Problem(**settings, **given, V=shape[-1])
+        return Problem(**settings, **given, V=shape[-1], output_dtype=t.z.dtype)
     state = next((x for x in (t.state_pool, t.initial_state, t.final_state) if x is not None), None)
     state_dtype, taps = t.x.dtype if state is None else state.dtype, t.weight.shape[-1]
     buffer = t.checkpoint_states
@@ -430,6 +432,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
         B=shape[0],
         T=shape[1],
         D=shape[2],
+        output_dtype=t.x.dtype,
         N=number_of_sequences(t),
         taps=taps,
         state_length=taps - 1 if any_state is None else any_state.shape[2],

@@ -178,10 +178,10 @@ def chunk_kda(
         S = new
         after.append(S)
     if empty:
-        o = t.v.new_zeros(t.v.shape)
+        o = t.v.new_zeros(t.v.shape, dtype=problem.output_dtype)
         o = o if problem.ranks == 1 else o + parallel.nothing(initial).to(o.dtype)
     else:
-        o = from_chunks(torch.stack(outputs), problem, slots).to(t.v.dtype)
+        o = from_chunks(torch.stack(outputs), problem, slots).to(problem.output_dtype)
     last = initial if empty else S
     if slots is not None and (problem.stores_final_state or problem.checkpoints > 0):
         states = torch.stack(after)[:, 0]

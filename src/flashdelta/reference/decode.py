@@ -60,7 +60,7 @@ def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor
         rule, index = own_slots(problem, t) if t.state_indices is None else (problem, t.state_indices)
         store(rule, t.state_pool, index, starts.live & (lengths > 0), S)
     final = states_out(problem, S, problem.state_dtype) if problem.output_final_state else None
-    return _by_token(problem, t, begins, lengths, outputs).to(t.v.dtype), final, None
+    return _by_token(problem, t, begins, lengths, outputs).to(problem.output_dtype), final, None
 
 
 def own_slots(problem: Problem, t: Tensors) -> tuple[Problem, torch.Tensor]:

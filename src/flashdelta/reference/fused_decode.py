@@ -40,7 +40,9 @@ def fused_kda_decode(problem: Problem, t: Tensors) -> tuple[Tensor, None, None]:
     q, k, v = (part.view_as(whole) for part, whole in zip(mixed.split(channels, dim=2), (t.q, t.k, t.v)))
     # null sequences by index: a count outside 1 .. 1 + S makes one, too
     indices = torch.where(live if t.state_indices.dim() == 1 else live[:, None], t.state_indices, -1)
-    o, _, _ = decode_kda(replace(problem, dtype=dtype), replace(t, q=q, k=k, v=v, state_indices=indices))
+    o, _, _ = decode_kda(
+        replace(problem, dtype=dtype, output_dtype=dtype), replace(t, q=q, k=k, v=v, state_indices=indices)
+    )
     normed, _, _ = gated_rms_norm(replace(problem, activation="sigmoid"), Tensors(x=o, z=t.z, weight=t.norm_weight))
     _roll(problem, t, live, slot, history, x.flatten(0, 1))
     null = (o == 0).all(-1, keepdim=True)  # whatever the gate of a null sequence holds

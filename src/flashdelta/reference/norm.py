@@ -15,4 +15,4 @@ def gated_rms_norm(problem: Problem, t: Tensors) -> tuple[torch.Tensor, None, No
     """`(o, None, None)`."""
     x, z, weight = (x.to(compute_dtype(problem)) for x in (t.x, t.z, t.weight))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + problem.eps)
-    return (normed * weight * ACTIVATIONS[problem.activation](z)).to(problem.dtype).contiguous(), None, None
+    return (normed * weight * ACTIVATIONS[problem.activation](z)).to(problem.output_dtype).contiguous(), None, None

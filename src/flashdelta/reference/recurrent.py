@@ -45,4 +45,4 @@ def recurrent_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Ten
     if problem.has_pool:
         store_final(problem, t, last)
     final = states_out(problem, last, problem.final_dtype) if problem.output_final_state else None
-    return o.to(t.v.dtype), final, None
+    return o.to(problem.output_dtype), final, None

@@ -48,7 +48,8 @@ def rounding_error(problem: Problem, t: Tensors) -> tuple[float, float]:
     if problem.has_pool:
         raise wrong("state_pool", "a tensor", "initial_state or no state")
     wide = torch.float64
-    exact = replace(problem, dtype=wide, g_dtype=wide, beta_dtype=wide, state_dtype=wide, output_final_state=True)
+    dtypes = dict.fromkeys(("dtype", "output_dtype", "g_dtype", "beta_dtype", "state_dtype"), wide)
+    exact = replace(problem, **dtypes, output_final_state=True)
     named = {f.name: getattr(t, f.name) for f in fields(Tensors)}
     doubles = Tensors(**{name: None if x is None else x.double() for name, x in named.items()})
     o, state, _ = chunk_kda(exact, doubles)

@@ -94,8 +94,9 @@ class Variant:
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`:
     Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost, a norm's
-    rows with heads, indices of a convolution in columns of a table. `sequences` of so many `chunks`. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a `group` of its
-    step; `stated`: that convolution has states. `rank`: of how many, over which the sequences lie."""
+    rows with heads, indices of a convolution in columns of a table. `sequences` of so many `chunks`. `T` tokens and `taps`
+    are of the layer's convolution and norm, and value heads a `group` of its step; `stated`: that convolution has states.
+    `rank`: of how many, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"

@@ -92,3 +92,13 @@ def save_json(document: dict, path: Path) -> None:
     """Writes the document so that `path` always holds a whole one, however the process ends."""
     with whole_file(path) as unfinished:
         unfinished.write_text(to_json(document) + "\n")
+
+
+def counted(n: int, thing: str) -> str:
+    """`1 kernel`, `2 kernels`."""
+    return f"{n} {thing}{'s' * (n != 1)}"
+
+
+def in_bytes(size: int) -> str:
+    """A size with a unit in which it is not 0."""
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -194,7 +194,8 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
     c, rows = norm_config(problem, backward=True), x.shape[:3].numel()
     tiles = -(-rows // c.ROWS)
     partials = new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32, t.device)
-    dx, dz = (outputs.allocate(role, Result(problem.shape, problem.dtype)) for role in ("x", "z"))
+    dtypes = {"x": problem.dtype, "z": problem.output_dtype}
+    dx, dz = (outputs.allocate(role, Result(problem.shape, dtype)) for role, dtype in dtypes.items())
     yield Launch(
         norm_backward_kernel,
         partials.shape[0],

@@ -97,7 +97,7 @@ def doctor(device: Device = None, json: Json = False) -> None:
     """Show versions, which backends can run here, and whether a call is right (exit code 1 if not)."""
     from .doctor import examine, show
 
-    report = examine(torch.device(device))
+    report = examine(torch.device(device), progress=not json)
     _end(report, show, json, report["self_check"]["passed"])
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...nn.lm import VOCABULARY, KdaLanguageModel, decode, encode
 from ..devices import capture, synchronize
-from .demo import DEFAULT_PROMPT, demo_model
+from .demo import DEFAULT_PROMPT, demo_model, one_thread
 
 PROMPTS = (
     DEFAULT_PROMPT,
@@ -159,6 +159,7 @@ def make_requests(count: int, tokens: int, seed: int, prompt: str | None) -> lis
     ]
 
 
+@one_thread()
 def run_batch(
     *,
     requests: int = 8,

@@ -6,8 +6,9 @@ prompt and continuation go through the chunk form once more, as a whole: both mu
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from typing import TypeVar
@@ -58,6 +59,18 @@ class DemoResult:
     checked: bool
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """On a CPU: a step's tensors are tiny, and on a busy machine threads wait for each other (6 tokens/s, 50 with one)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def run_demo(
     *,
     prompt: str | None = None,

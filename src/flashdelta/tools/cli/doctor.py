@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -24,9 +25,30 @@ TYPICAL = Case("typical", "what a model calls, and small", T=130, safe=True)
 """Two chunks and a tail of two heads reach every kernel, and the float64 recurrence takes well under a second."""
 
 
-def examine(device: torch.device) -> dict:
+LABELS = {"cudnn": "cuDNN's Python frontend"}
+"""Of packages that are less than their names say."""
+
+
+def examine(device: torch.device, progress: bool = True) -> dict:
     """The environment, every backend's verdict on a typical bf16 call, a self-check of the `auto` backend, and what frameworks
-    can run on flashdelta."""
+    can run on flashdelta. `progress`: say on stderr what takes seconds."""
+    with _saying(progress) as say:
+        return _examine(device, say)
+
+
+@contextmanager
+def _saying(progress: bool) -> Iterator[Callable[[str], None]]:
+    """On a terminal the line that is there changes."""
+    stderr = Console(stderr=True, highlight=False)
+    if progress and stderr.is_terminal:
+        with stderr.status("") as waiting:
+            yield waiting.update
+    else:
+        yield stderr.print if progress else lambda text: None
+
+
+def _examine(device: torch.device, say: Callable[[str], None]) -> dict:
+    say("checking a call against float64")
     call = make_call(TYPICAL, BF16, device)
     explanation = flashdelta.explain(flashdelta.chunk_kda, **call)
     verdicts = [
@@ -38,16 +60,18 @@ def examine(device: torch.device) -> dict:
         "FLASHDELTA_CHECK": device_checks.ENABLED,
         "backends": {"chosen": explanation.chosen, "verdicts": verdicts},
         "self_check": self_check(call),
-        "integrations": integrated(),
+        "integrations": integrated(say),
     }
 
 
-def integrated() -> list[dict]:
-    stderr = Console(stderr=True)
-    waiting = stderr.status("importing frameworks (seconds)") if stderr.is_terminal else nullcontext()
-    with waiting, warnings.catch_warnings():  # of frameworks that look for a GPU as they are imported
+def integrated(say: Callable[[str], None]) -> list[dict]:
+    found = []
+    with warnings.catch_warnings():  # of frameworks that look for a GPU as they are imported
         warnings.simplefilter("ignore")
-        return [asdict(integrations.status(name)) for name in integrations.NAMES]
+        for name in integrations.NAMES:
+            say(f"looking for {name} (an import takes seconds)")
+            found.append(asdict(integrations.status(name)))
+    return found
 
 
 @torch.no_grad()
@@ -64,7 +88,7 @@ def show(report: dict, console: Console) -> None:
     found = report["environment"]
     facts = Table.grid(padding=(0, 2))
     for name, version in found["versions"].items():
-        facts.add_row(name, version or "[dim]not installed[/dim]")
+        facts.add_row(LABELS.get(name, name), version or "[dim]not installed[/dim]")
     gpu = found["gpu"]
     facts.add_row("device", found["device"])
     if gpu:

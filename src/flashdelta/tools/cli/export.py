@@ -16,7 +16,7 @@ from ...problem.problem import DEFAULT_PRECISION
 from ...triton.launch import SHARED_MEMORY
 from ..export.cubins import OPS, compile_kernels, wanted_kernels
 from ..export.write import write
-from ..files import whole_folder
+from ..files import counted, in_bytes, whole_folder
 
 
 def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[str]], jobs: int | None) -> None:
@@ -36,11 +36,11 @@ def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[s
     chosen = _chosen("arch", {"arch": arches}, list(numbers), numbers.__getitem__)
     log = Console(stderr=True, highlight=False)
     with whole_folder("out", out) as unfinished:
-        log.print(f"compiling {len(wanted)} kernels for {', '.join(arches)}", soft_wrap=True)
+        log.print(f"compiling {counted(len(wanted), 'kernel')} for {', '.join(arches)}", soft_wrap=True)
         kernels = compile_kernels(wanted, chosen, jobs)
         files = write(kernels, unfinished, flashdelta.__version__)
     size = sum(len(kernel.cubin) for kernel in kernels)
-    log.print(f"{len(files)} files in {out}, {size / 2**20:.1f} MiB of machine code", soft_wrap=True)
+    log.print(f"{counted(len(files), 'file')} in {out}, {in_bytes(size)} of machine code", soft_wrap=True)
     log.print(f"next: cmake -S {out} -B {out / 'build'} && cmake --build {out / 'build'}", soft_wrap=True)
 
 
