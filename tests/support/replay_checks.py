@@ -17,7 +17,7 @@ import flashdelta as fd
 from flashdelta.testing.oracle import float64, poisoned_memory, relative_error
 
 from .cases import BY_NAME, LEAVES, PACKED, Row, chunk
-from .inputs import GRADIENTS, LAYOUTS, fresh, in_one_row, laid_out
+from .inputs import GRADIENTS, fresh, in_one_row, laid_out, lay
 from .ranks import Cut, Found, incoming_of
 from .replays import Replays
 
@@ -37,7 +37,7 @@ def results_of(row: Row, call: dict, layouts: dict[str, str], seed: int) -> dict
         incoming = []
         for name, x in zip(GRADIENTS, results):
             grad = torch.randn(x.shape, generator=source).bfloat16().to(x)
-            incoming.append(LAYOUTS[layouts.get(name, "contiguous")](grad))
+            incoming.append(lay(grad, layouts.get(name, "contiguous")))
         grads = torch.autograd.grad(results[: len(incoming)], [call[name] for name in row.leaves], incoming)
         named |= {f"gradient of {name}": x for name, x in zip(row.leaves, grads)}
     return named | {name: call[name] for name in row.writes if name not in row.tied}
@@ -177,7 +177,7 @@ def cuts(ranks: int, device: str = "cpu") -> list[Cut]:
     for seed in range(3):
         call = fresh(row, seed, device) | {"output_final_state": True}
         do, dht = incoming_of(call, seed)
-        found.append(Cut(call, ranks, (do, LAYOUTS["stride 0 in the last dimension"](dht))))
+        found.append(Cut(call, ranks, (do, lay(dht, "stride 0 in the last dimension"))))
     return found
 
 

@@ -76,6 +76,13 @@ def test_arguments_are_found_again(started: Started):
     assert in_out == results["out"].data_ptr() + 12
 
 
+def test_a_launch_without_ctas_is_none(started: Started):
+    x = torch.zeros(4)
+    found = record_of([x], [launch("a", x, ctas=0), launch("b", x)])
+    found.run((), [16])
+    assert started == [("b", (3, 1, 1), [16])]
+
+
 def test_every_run_has_its_own_results(started: Started):
     x, out = torch.zeros(4), torch.zeros(4)
     found = record_of([x], [launch("a", x, out)], out=out)
@@ -163,14 +170,12 @@ def test_descriptors_get_new_addresses(started: Started):
     assert descriptor.base.data_ptr() == 640 and descriptor.shape == (8,)
 
 
-@pytest.mark.parametrize("why", ["a copy", "no CTA", "not compiled", "another device", "none"])
+@pytest.mark.parametrize("why", ["a copy", "not compiled", "another device", "none"])
 def test_some_programs_do_not_replay(why: str, started: Started, monkeypatch: pytest.MonkeyPatch):
     x = torch.zeros(4)
     launches = [launch("a", x)]
     if why == "a copy":
         launches.append(launch("b", x.clone()))
-    elif why == "no CTA":
-        launches.append(launch("b", x, ctas=0))
     elif why == "not compiled":
         launches.append(launch(None, x))
     elif why == "another device":

@@ -93,9 +93,10 @@ class Variant:
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`:
-    Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost, a norm's
-    rows with heads, indices of a convolution in columns of a table. `sequences` of so many `chunks`. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a `group` of its
-    step; `stated`: that convolution has states. `rank`: of how many, over which the sequences lie."""
+    Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost, a norm's rows
+    with heads, indices of a convolution in columns of tables. `sequences` of so many `chunks`. `T` tokens and
+    `taps` are of the layer's convolution and norm, and value heads a `group` of its step; `stated`: that convolution has
+    states. `rank`: of how many, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
