@@ -170,14 +170,25 @@ WORLDS = [(2, False), (2, True), (3, False)]
 """How many ranks, and whether forwards leave what their backward passes need."""
 
 
+REPEATED = "stride 0 in the last dimension"
+
+
+class Expanded(Cut):
+    """Whose gradients of final states are expanded."""
+
+    def gradients(self, rank: int, spare: int = 0) -> tuple[Tensor, Tensor]:
+        do, dht = super().gradients(rank, spare)
+        return do, lay(dht, REPEATED)
+
+
 @functools.cache
 def cuts(ranks: int, device: str = "cpu") -> list[Cut]:
-    """Calls in a row of one context's offsets; the gradients of final states are expanded."""
+    """Calls in a row of one context's offsets."""
     row, found = Row("ranks", fd.chunk_kda, chunk(replace(PACKED, lengths=(60, 0, 132)))), []
     for seed in range(3):
         call = fresh(row, seed, device) | {"output_final_state": True}
         do, dht = incoming_of(call, seed)
-        found.append(Cut(call, ranks, (do, lay(dht, "stride 0 in the last dimension"))))
+        found.append(Expanded(call, ranks, (do, lay(dht, REPEATED))))
     return found
 
 
