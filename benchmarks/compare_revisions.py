@@ -88,6 +88,11 @@ def prefill(T: int = 1024, H: int = 4, N: int = 0, **others: object) -> dict:
     return call
 
 
+def column(N: int) -> torch.Tensor:
+    """Of a block table, as vLLM passes it."""
+    return torch.arange(N, device="cuda").int().repeat_interleave(2).view(N, 2)[:, 0]
+
+
 def packed(N: int, T: int = 8192, H: int = 32, K: int = 128, V: int = 128, **others: object) -> dict:
     """Offsets of N sequences; the inputs of `prefill` without a gate: log decays in float32 as they are."""
     call = tokens(1, T, H, max(K, V)) | {"use_qk_l2norm_in_kernel": True} | others
@@ -167,6 +172,7 @@ def step(op: Op) -> Op:
 CALLS: dict[str, tuple[Callable[[object], Op], Callable[..., dict]]] = {
     "prefill": (lambda fd: fd.chunk_kda, prefill),
     "prefill, pool": (lambda fd: fd.chunk_kda, lambda: prefill(N=4)),
+    "prefill, index column": (lambda fd: fd.chunk_kda, lambda: prefill(N=4) | {"state_indices": column(4)}),
     "prefill, states": (lambda fd: fd.chunk_kda, lambda: prefill(return_intermediate_states=True)),
     "recurrent": (lambda fd: fd.fused_recurrent_kda, lambda: prefill(T=8)),
     "decode": (lambda fd: fd.recurrent_kda, lambda: decode(16)),
