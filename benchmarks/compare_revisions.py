@@ -74,6 +74,11 @@ def decays(K: int = 128, V: int = 128, gate: str = "none") -> dict:
     return make_call(Case("decays", "", **sizes, gate=gate, wide_gate=gate == "none", final=False), BF16, "cuda")
 
 
+def column(N: int) -> torch.Tensor:
+    """Of a block table, as vLLM passes it."""
+    return torch.arange(N, device="cuda").int().repeat_interleave(2).view(N, 2)[:, 0]
+
+
 def checkpointed(T: int = 65536, H: int = 4) -> dict:
     """A sequence over few heads, from and to a pool, with a state kept halfway."""
     half, second = torch.tensor([T // 2]).int().cuda(), torch.tensor([1]).int().cuda()
@@ -143,6 +148,7 @@ KEPT = {"disable_recompute": True}
 HOST = {
     "prefill": ("prefill", prefill),
     "prefill, pool": ("prefill", lambda: prefill(N=4)),
+    "prefill, index column": ("prefill", lambda: prefill(N=4) | {"state_indices": column(4)}),
     "prefill, states": ("prefill", lambda: prefill(options={"return_intermediate_states": True})),
     "recurrent": ("recurrent", lambda: as_recurrent(prefill(8, 4))),
     "decode": ("decode", lambda: decode(16)),

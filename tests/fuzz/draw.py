@@ -18,6 +18,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
+from ..support.inputs import LAYOUTS as GRADIENT_LAYOUTS
 from .memory import LAYOUTS, Memory, Place, dense, token_place
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -72,6 +73,8 @@ class Spec:
     numbers: dict[str, Numbers] = field(default_factory=dict)
     on_host: dict[str, str] = field(default_factory=dict)
     """Tensors that are copies of others on the host; those keep their contents."""
+    incoming: tuple[str, str] = ("contiguous", "contiguous")
+    """Layouts of the gradients that come in, of `o` and of the final state."""
     lengths: Callable[[torch.Generator], list[int]] | None = None
 
     @property
@@ -737,6 +740,8 @@ def draw_spec(seed: int, number: int, device: torch.device) -> Spec:
     if op == "fused_recurrent_kda" and spec.grad:
         choices = ("auto",)
     spec.options["backend"] = draw.choice(choices)
+    if spec.grad:
+        spec.incoming = draw.choice([*GRADIENT_LAYOUTS]), draw.choice([*GRADIENT_LAYOUTS])
     return spec
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashdelta.testing.oracle import assert_close, poisoned_memory, relative_error, same_bits
 
+from ..support.inputs import lay, without_repeats
 from . import truth
 from .draw import RESULTS, Contents, Spec
 
@@ -84,8 +85,9 @@ def incoming_of(spec: Spec, call: dict, seed: int) -> dict[str, Tensor]:
     def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=source, dtype=torch.float64).to(dtype).to(x.device)
 
-    found = {"o": drawn(*o.shape, dtype=o.dtype)}
-    return found | {"final_state": drawn(*final, dtype=wide if state is None else state.dtype)}
+    of_o, of_state = spec.incoming
+    found = {"o": lay(drawn(*o.shape, dtype=o.dtype), of_o)}
+    return found | {"final_state": lay(drawn(*final, dtype=wide if state is None else state.dtype), of_state)}
 
 
 @dataclass
@@ -329,7 +331,7 @@ def graphed(case: Case, device: torch.device, seed: int) -> None:
         case.refill(seed_of_replay)
         if fixed is not None:  # the graph reads the memory that it was captured with
             for name, x in fixed.items():
-                x.copy_(case.incoming[name])
+                without_repeats(x).copy_(without_repeats(case.incoming[name]))
             case.incoming = fixed
         for name, x in results.items():
             # zeros of packed `h` past its last chunk are the graph's own to write

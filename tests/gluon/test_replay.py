@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from flashdelta.testing.oracle import float64
+from flashdelta.testing.oracle import float64, poisoned_memory
 from flashdelta.testing.virtual import on_ranks
+from flashdelta.triton.copy import strided_copy
 
 from ..support import replay_checks as checks
 from ..support.cases import BY_NAME, HOPPER, PAIRS, Row
@@ -22,6 +23,28 @@ from .interpreter import hopper_on_cpu, run
 def replays() -> Iterator[Replays]:
     with hopper_on_cpu(sms=4), replaying(run) as found:
         yield found
+
+
+STRIDED = {
+    "a row": lambda: torch.arange(300)[::2],
+    "a long row": lambda: torch.arange(2560)[::2],
+    "one number": lambda: torch.zeros(()).expand(3, 256),
+    "flags": lambda: torch.arange(40).view(2, 20).bool().mT,
+    "five dimensions": lambda: torch.arange(2 * 3 * 2 * 35 * 130).short().view(2, 35, 3, 130, 2).permute(4, 0, 2, 1, 3),
+    "seven dimensions": lambda: (
+        torch.arange(2 * 3 * 4 * 2 * 3 * 2 * 5.0).view(2, 3, 4, 2, 3, 2, 5).permute(6, 4, 2, 0, 5, 3, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_copies_of_strided_tensors(name: str):
+    """To and from memory without gaps."""
+    x = STRIDED[name]()
+    dense, back = torch.zeros(x.shape, dtype=x.dtype), torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_()
+    for launch in (*strided_copy(x, dense, dense), *strided_copy(dense, back, dense)):
+        run(launch)
+    assert torch.equal(dense, x) and torch.equal(back, x)
 
 
 TURNS = [(*pair, turn) for pair in PAIRS for turn in range(0, len(LAYOUTS), 3)]
@@ -83,5 +106,7 @@ def test_wrapped_losses(wrap: Callable, replays: Replays):
 @pytest.mark.parametrize(("ranks", "kept"), checks.WORLDS)
 @pytest.mark.parametrize("backend", HOPPER)
 def test_ranks(backend: str, ranks: int, kept: bool, replays: Replays):
-    check_ranks(on_ranks(ranks, lambda group: on_rank(group, backend, kept)))
+    with poisoned_memory():
+        found = on_ranks(ranks, lambda group: on_rank(group, backend, kept))
+    check_ranks(found)
     assert len(replays.repeated) == 2 * len(replays.anew) > 0

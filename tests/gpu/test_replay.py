@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
+from flashdelta.testing.oracle import poisoned_memory
 from flashdelta.testing.processes import on_processes
 from flashdelta.testing.virtual import on_ranks
 
@@ -60,12 +61,14 @@ def test_wrapped_losses(wrap: Callable, backend: str, replays: Replays):
 
 @pytest.mark.parametrize(("ranks", "kept"), checks.WORLDS)
 def test_virtual_ranks(ranks: int, kept: bool, backend: str, replays: Replays):
-    check_ranks(on_ranks(ranks, lambda group: on_rank(group, backend, kept, "cuda")))
+    with poisoned_memory():
+        found = on_ranks(ranks, lambda group: on_rank(group, backend, kept, "cuda"))
+    check_ranks(found)
     assert len(replays.repeated) == 2 * len(replays.anew) > 0
 
 
 def on_own_gpu(group: ProcessGroup, backend: str) -> tuple[list[Found], int, int]:
-    with counting() as replays:
+    with counting() as replays, poisoned_memory():
         found = on_rank(group, backend, False, "cuda")
     return found, len(replays.anew), len(replays.repeated)
 

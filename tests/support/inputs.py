@@ -38,6 +38,18 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
         -1, x.shape[1:] or x.shape
     ),
 }
+
+
+def lay(x: Tensor, layout: str) -> Tensor:
+    """A copy that lies so, of the same numbers where it may have them all."""
+    return LAYOUTS[layout](x) if x.numel() > 0 else x
+
+
+def without_repeats(x: Tensor) -> Tensor:
+    """Each element of the memory once."""
+    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+
+
 REPEATS = ("expanded", "stride 0 in the last dimension", "stride 0")
 """Layouts that give elements the same number, which indices must not have."""
 
@@ -65,7 +77,7 @@ def takes(row: Row, call: dict, name: str, layout: str) -> bool:
     if row.op not in PUBLIC:
         return name not in row.writes or layout == "padded"
     try:
-        check(row.op, **call | {name: LAYOUTS[layout](x)})
+        check(row.op, **call | {name: lay(x, layout)})
     except ValueError:
         return False
     return True
@@ -82,9 +94,11 @@ def tensors_of(row: Row) -> list[str]:
 def laid_out(row: Row, call: dict, layouts: dict[str, str]) -> dict:
     """The call with tensors in layouts by name, those left out as they are; one that is not taken so is contiguous."""
     chosen = {
-        name: LAYOUTS[layout if takes(row, call, name, layout) else "contiguous"] for name, layout in layouts.items()
+        name: layout if takes(row, call, name, layout) else "contiguous"
+        for name, layout in layouts.items()
+        if name in call
     }
-    return call | {name: lay(call[name]) for name, lay in chosen.items() if name in call}
+    return call | {name: lay(call[name], layout) for name, layout in chosen.items()}
 
 
 def rotated(row: Row, turn: int) -> dict[str, str]:

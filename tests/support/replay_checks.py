@@ -17,7 +17,7 @@ import flashdelta as fd
 from flashdelta.testing.oracle import float64, poisoned_memory, relative_error
 
 from .cases import BY_NAME, LEAVES, PACKED, Row, chunk
-from .inputs import GRADIENTS, LAYOUTS, fresh, in_one_row, laid_out
+from .inputs import GRADIENTS, fresh, in_one_row, laid_out, lay
 from .ranks import Cut, Found, incoming_of
 from .replays import Replays
 
@@ -37,7 +37,7 @@ def results_of(row: Row, call: dict, layouts: dict[str, str], seed: int) -> dict
         incoming = []
         for name, x in zip(GRADIENTS, results):
             grad = torch.randn(x.shape, generator=source).bfloat16().to(x)
-            incoming.append(LAYOUTS[layouts.get(name, "contiguous")](grad))
+            incoming.append(lay(grad, layouts.get(name, "contiguous")))
         grads = torch.autograd.grad(results[: len(incoming)], [call[name] for name in row.leaves], incoming)
         named |= {f"gradient of {name}": x for name, x in zip(row.leaves, grads)}
     return named | {name: call[name] for name in row.writes if name not in row.tied}
@@ -170,20 +170,30 @@ WORLDS = [(2, False), (2, True), (3, False)]
 """How many ranks, and whether forwards leave what their backward passes need."""
 
 
+REPEATED = "stride 0 in the last dimension"
+
+
+class Expanded(Cut):
+    """Whose gradients of final states are expanded."""
+
+    def gradients(self, rank: int, spare: int = 0) -> tuple[Tensor, Tensor]:
+        do, dht = super().gradients(rank, spare)
+        return do, lay(dht, REPEATED)
+
+
 @functools.cache
 def cuts(ranks: int, device: str = "cpu") -> list[Cut]:
-    """Calls in a row of one context's offsets; the gradients of final states are expanded."""
+    """Calls in a row of one context's offsets."""
     row, found = Row("ranks", fd.chunk_kda, chunk(replace(PACKED, lengths=(60, 0, 132)))), []
     for seed in range(3):
         call = fresh(row, seed, device) | {"output_final_state": True}
         do, dht = incoming_of(call, seed)
-        found.append(Cut(call, ranks, (do, LAYOUTS["stride 0 in the last dimension"](dht))))
+        found.append(Expanded(call, ranks, (do, lay(dht, REPEATED))))
     return found
 
 
 def on_rank(group: ProcessGroup, backend: str, kept: bool, device: str = "cpu") -> list[Found]:
-    with poisoned_memory():
-        found = [cut.run(group, backend=backend, disable_recompute=kept) for cut in cuts(group.size(), device)]
+    found = [cut.run(group, backend=backend, disable_recompute=kept) for cut in cuts(group.size(), device)]
     return [{name: x.cpu() for name, x in of_call.items()} for of_call in found]
 
 

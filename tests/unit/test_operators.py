@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
 from flashdelta import backends
+from flashdelta.problem import device_checks
 from flashdelta.problem.problem import inputs_of
 from flashdelta.runtime import call as road
 from flashdelta.runtime.autograd import Differentiable
@@ -347,6 +348,32 @@ def test_explain_tells_supported_from_preferred(monkeypatch: pytest.MonkeyPatch)
     assert explanation.chosen == "reference"
     assert "supported, not preferred: the Triton interpreter" in str(explanation)
     assert fd.explain(fd.chunk_kda, **call, backend="triton").chosen == "triton"
+
+
+class Named(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *arguments, **named):
+        return super().__torch_function__(*arguments, **named)
+
+
+UNREPLAYED = {
+    "v stands for a negative": (lambda x: torch.view_as_complex(torch.stack([x, x], dim=-1)).conj().imag, "negative"),
+    "v is known to be zeros": (lambda x: torch._efficientzerotensor(x.shape), "zeros"),
+    "v is a subclass": (lambda x: x.as_subclass(Named), "v is a Named"),
+    "values are checked": (lambda x: x, "FLASHDELTA_CHECK=1"),
+    "replayed": (lambda x: x.mT.contiguous().mT, None),
+}
+
+
+@pytest.mark.parametrize("name", UNREPLAYED)
+def test_explain_says_what_is_not_replayed(name: str, monkeypatch: pytest.MonkeyPatch):
+    change, reason = UNREPLAYED[name]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(device_checks, "ENABLED", name == "values are checked")
+    call = short_call(BY_NAME["bounded"], fd.chunk_kda)
+    explanation = fd.explain(fd.chunk_kda, **call | {"v": change(call["v"]), "backend": "triton"})
+    assert explanation.not_replayed is None if reason is None else reason in explanation.not_replayed
+    assert ("  not replayed: " in str(explanation)) == (reason is not None)
 
 
 @pytest.mark.parametrize("op", BOTH)

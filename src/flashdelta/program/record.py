@@ -16,7 +16,7 @@ from ..problem.arguments import extent
 from ..problem.exchanges import as_bytes
 from .exchange import Exchange
 from .launch import ARGUMENTS, STREAM, Launch, current_device, current_stream, hooked, kernel_call
-from .workspace import is_scratch, mark
+from .workspace import is_marked, is_scratch, mark
 
 MOST_APART = 256
 """Written tensors, such as the pools of a model's layers, of which a recorded program knows that they are disjoint."""
@@ -149,7 +149,7 @@ class Recorder:
         pointers = [(i, x.data_ptr(), False) for i, x in enumerate(step.scratch)]
         for x in step.scratch:
             if not self._is_own(x):
-                self._check(step.act, hasattr(x, "scratch"), x)
+                self._check(step.act, is_marked(x), x)
                 mark(x)  # written by the exchange
                 self._use(x, place)
         sizes = [x.nbytes for x in step.scratch]
@@ -164,7 +164,9 @@ class Recorder:
         copied: Sequence[Tensor] = (),
     ) -> None:
         """`copied`: scratch of launches before it, which it may read."""
-        if compiled is None or launch.ctas <= 0:
+        if launch.ctas <= 0:
+            return
+        if compiled is None:
             self.possible = False
             return
         step = len(self.launches)
@@ -311,7 +313,8 @@ class Recorded:
             return None
         if current_device() != self.index or hooked():
             return False
-        return all(addresses[j] - addresses[i] == apart for i, j, apart in self.replay.together) or None
+        together = self.replay.together
+        return not together or all(addresses[j] - addresses[i] == apart for i, j, apart in together) or None
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> dict[str, Tensor]:
         """The outputs by name, of a program that is `usable`. `addresses` are those of `tensors`, in a list that may be

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name, in the order in which the tensors lie."""
@@ -30,14 +31,21 @@ def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zeroed: 
     return x
 
 
+_writes = WeakTensorKeyDictionary()
+"""How often PyTorch had written a tensor when it was marked. It counts that, except for inference tensors."""
+
+
 def mark(x: Tensor) -> None:
-    """Notes how often PyTorch has written the tensor: it counts that, except for inference tensors."""
-    x.scratch = None if x.is_inference() else x._version  # type: ignore[attr-defined]
+    _writes[x] = 0 if x.is_inference() else x._version
+
+
+def is_marked(x: Tensor) -> bool:
+    return x in _writes
 
 
 def is_scratch(x: Tensor) -> bool:
     """Whether it comes from `new`, and PyTorch has not written it since it was marked."""
-    return hasattr(x, "scratch") and (x.is_inference() or x.scratch == x._version)
+    return x in _writes and _writes[x] == (0 if x.is_inference() else x._version)
 
 
 class Workspace:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .. import backends
 from ..backends import Verdict
+from ..problem import device_checks
 from ..problem.arguments import is_plain
+from ..problem.problem import Problem
 from ..reference.sequences import chunks_of
 from .call import public_call
 from .supports import Support, answer_of
@@ -18,11 +21,13 @@ from .supports import Support, answer_of
 @dataclass(frozen=True)
 class Explanation:
     """The answer of `explain`: what `supports` says, every backend's verdict, and of `chunk_kda` how many `segments` each
-    sequence is cut into, in its backward pass too (None where the lengths can't be read)."""
+    sequence is cut into, in its backward pass too (None where the lengths can't be read). `not_replayed`: why calls like it
+    are built anew each time, which takes the host a millisecond (None where the second one replays the first)."""
 
     support: Support
     verdicts: tuple[Verdict, ...]
     segments: tuple[int, ...] | None = None
+    not_replayed: str | None = None
 
     @property
     def chosen(self) -> str:
@@ -35,6 +40,8 @@ class Explanation:
         if self.segments is not None:
             split = f"segments of the sequences: {', '.join(map(str, self.segments))}"
             lines.append("  " + (split if max(self.segments, default=1) > 1 else "sequences stay whole"))
+        if self.not_replayed is not None:
+            lines.append(f"  not replayed: {self.not_replayed}")
         for v in self.verdicts:
             state = "preferred" if v.preferred else "supported, not preferred" if v.supported else "not supported"
             lines.append(f"  {v.backend:<10} {state}: {v.reason}")
@@ -52,7 +59,8 @@ def explain(
         device: judge for this device instead of the tensors' own; the tensors may then be on the meta device.
 
     Returns:
-        An `Explanation`; `print` it, or read `chosen`, `verdicts` (`supported`, `preferred`, `reason`) and `segments`.
+        An `Explanation`; `print` it, or read `chosen`, `verdicts` (`supported`, `preferred`, `reason`), `segments` and
+        `not_replayed`.
 
     Raises:
         ValueError, TypeError: as `op` itself would.
@@ -67,4 +75,23 @@ def explain(
     segments = None
     if problem.operation == "chunk" and is_plain(t.q) and t.q.device.type == device.type != "meta":
         segments = tuple(chosen.parts(problem, chunks_of(problem, t), t.device).tolist())
-    return Explanation(support, verdicts, segments)
+    tensors = {name: given[name] for name in call.tensors if name in given}
+    why = None if chosen.name == "reference" else not_replayed(problem, tensors)
+    return Explanation(support, verdicts, segments, why)
+
+
+def not_replayed(problem: Problem, tensors: Mapping[str, Tensor | None]) -> str | None:
+    """Why a call by kernels is not recorded, or None."""
+    if device_checks.ENABLED:
+        return "FLASHDELTA_CHECK=1 reads values on the host"
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not is_plain(x):
+            return f"{name} is a {type(x).__name__}, whose operators must see the call"
+        if x.is_neg() or x._is_zerotensor():
+            return (
+                f"{name} has no memory of its own: it stands for {'the negative of another' if x.is_neg() else 'zeros'}"
+            )
+    empty = 0 in problem.shape if problem.shape else problem.N == 0
+    return "there is nothing to launch" if empty else None
