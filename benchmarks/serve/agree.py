@@ -248,17 +248,10 @@ def compared(reports: dict[str, dict]) -> tuple[list[dict], list[dict]]:
         if mode != "off" or on is None:
             continue
         for part, x in off["parts"].items():
-            for i, (a, b) in enumerate(zip(x["layers"], on["parts"].get(part, {}).get("layers", ()))):
-                row = {"scenario": name, "part": part, "layer": i, "tokens": [a["tokens"], b["tokens"]]}
-                row |= {
-                    "off": a["error"],
-                    "on": b["error"],
-                    "late": [a["late"], b["late"]],
-                    "worst": [a["worst"], b["worst"]],
-                }
-                row["missing"] = [a["missing"], b["missing"]]
-                row["ratio"] = b["error"] / a["error"] if a["error"] and b["error"] else None
-                rows.append(row)
+            for i, pair in enumerate(zip(x["layers"], on["parts"].get(part, {}).get("layers", ()))):
+                row = {key: [layer[key] for layer in pair] for key in ("error", "late", "worst", "tokens", "missing")}
+                ratio = row["error"][1] / row["error"][0] if all(row["error"]) else None
+                rows.append({"scenario": name, "part": part, "layer": i, "ratio": ratio} | row)
         if "scores" in off and "scores" in on:
             own = [(off["scores"]["together"], off["scores"]["alone"])]
             if base := reports.get(f"{name}:base"):
@@ -307,7 +300,7 @@ def table(rows: list[dict], logs: list[dict]) -> str:
     for name, part in dict.fromkeys((r["scenario"], r["part"]) for r in rows):
         some = [r for r in rows if (r["scenario"], r["part"]) == (name, part) and r["ratio"]]
         if some:
-            off, on = (math.sqrt(sum(r[mode] ** 2 for r in some) / len(some)) for mode in ("off", "on"))
+            off, on = (math.sqrt(sum(r["error"][i] ** 2 for r in some) / len(some)) for i in range(2))
             ratios = ", ".join(f"{r['ratio']:.3f}" for r in some)
             lines.append(f"| {name} | {part} | {some[0]['tokens'][1]:,} | {off:.3e} | {on:.3e} | {ratios} |")
     lines += [
