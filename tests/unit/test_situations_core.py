@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from flashdelta.tools.bench.benchmarks import benchmark_of
-from flashdelta.tools.bench.workloads import select
 
 import flashdelta as fd
 from flashdelta.problem import device_checks
@@ -142,12 +140,6 @@ def test_doctor_says_what_takes_seconds(monkeypatch: pytest.MonkeyPatch, capsys:
     report["environment"]["versions"]["cudnn"] = None
     doctor.show(report, doctor.Console())
     assert "frontend" in capsys.readouterr().out
-
-
-def test_an_unknown_row_names_the_five_nearest():
-    with pytest.raises(ValueError, match=r"'T8129 H64' matches none of .* nearest are: T8192 H64;") as caught:
-        select(benchmark_of("prefill").rows, ["T8129 H64"])
-    assert str(caught.value).count(";") == 5
 
 
 def test_counts_and_sizes():
