@@ -108,7 +108,7 @@ class Zeros(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        return torch._efficientzerotensor(grad.shape, dtype=grad.dtype)
+        return torch._efficientzerotensor(grad.shape, dtype=grad.dtype, device=grad.device)
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
