@@ -142,12 +142,7 @@ def warmup(
         for B, T, H, N in _warm_sizes(kind, is_packed, V, device):
             rows = 1 if is_pool else N  # all sequences of a pool but the first are null: one slot is enough
             state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
-            # of a pool's chunks a column of a block table, as vLLM has it: a launch more lays it out
-            index = (
-                make(N, 2, dtype=state_indices_dtype)[:, 0]
-                if is_pool and kind == "chunk"
-                else make(N, dtype=state_indices_dtype)
-            )
+            index = make(N, 1 + (is_pool and kind == "chunk"), dtype=state_indices_dtype)[:, 0]  # vLLM's: a column
             index[1:] = -1
             offsets = torch.tensor([0, *[T] * N], dtype=cu_seqlens_dtype, device=device) if is_packed else None
             states = _states(kind, is_pool, way, buffer, state, index)
