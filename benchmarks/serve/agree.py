@@ -102,25 +102,27 @@ def install() -> None:
 # ---- the truth --------------------------------------------------------------------------------------------------------
 
 
-def exact(layer, rows: dict):
-    """`[T, H, D]` in float64, of a whole sequence's inputs: convolution, gate, recurrence, gated norm."""
+def exact(layer, rows: dict, heads: int = 16):
+    """`[T, H, D]` in float64, of a whole sequence's inputs: convolution, gate, recurrence, gated norm; some heads at a time."""
     import torch
 
     import flashdelta as fd
 
-    wide = {name: x.double() for name, x in rows.items() if name != "key"}
-    T, (H, D) = len(rows["key"]), rows["g"].shape[-2:]
-    weight = layer.conv1d.weight.double().reshape(3 * H * D, -1).T
-    x = torch.nn.functional.pad(wide.pop("mixed"), (0, 0, len(weight) - 1, 0))
-    x = torch.nn.functional.silu(sum(x[i : i + T] * row for i, row in enumerate(weight)))
-    q, k, v = (part.reshape(1, T, H, D) for part in x.split(H * D, dim=1))
+    (T, H, D), norm, parts = rows["g"].shape, layer.o_norm, []
+    mixed, weight = rows["mixed"].view(T, 3, H, D), layer.conv1d.weight.view(3, H, D, -1)
     flags = {f"use_{x}_in_kernel": True for x in ("qk_l2norm", "gate", "beta_sigmoid")}
-    rates = {"A_log": layer.A_log.double().flatten(), "dt_bias": layer.dt_bias.double().flatten()}
-    options: dict = {"lower_bound": layer.gate_lower_bound, "backend": "reference", "split": False, **rates, **flags}
-    o = fd.chunk_kda(q, k, v, wide["g"][None], wide["beta"][None], **options)[0][0]
-    norm = layer.o_norm
-    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
-    return o * torch.sigmoid(wide["z"])
+    for some in (slice(h, h + heads) for h in range(0, H, heads)):
+        filters = weight[:, some].double()
+        x = torch.nn.functional.pad(mixed[:, :, some].double(), (*[0] * 6, filters.shape[3] - 1, 0))
+        x = torch.nn.functional.silu(sum(x[i : i + T] * filters[..., i] for i in range(filters.shape[3])))
+        rates = {"A_log": layer.A_log.flatten()[some], "dt_bias": layer.dt_bias.view(H, D)[some].flatten()}
+        options: dict = {name: x.double() for name, x in rates.items()} | flags
+        options |= {"lower_bound": layer.gate_lower_bound, "backend": "reference", "split": False}
+        g, beta = rows["g"][None, :, some].double(), rows["beta"][None, :, some].double()
+        o = fd.chunk_kda(*x[None].unbind(2), g, beta, **options)[0][0]
+        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+        parts.append(o * torch.sigmoid(rows["z"][:, some].double()))
+    return torch.cat(parts, 1)
 
 
 def errors(sequences: list[list[int]]) -> list[dict]:
@@ -223,9 +225,9 @@ def report(llm, name: str) -> dict:
     import torch
 
     found: dict = {"parts": {}}
-    for tape in NOW.tapes.values():
-        tape.count.zero_()
     with torch.inference_mode():
+        for tape in NOW.tapes.values():
+            tape.count.zero_()
         for part, sequences, more in parts(llm, name):
             found["parts"][part] = {"layers": errors(sequences), **more}
             if part != "prompts in pieces, among decodes":  # whose states the next part starts from
@@ -233,6 +235,7 @@ def report(llm, name: str) -> dict:
                     tape.count.zero_()
         if not (SCENARIOS[name].drafts or SCENARIOS[name].blocks):
             found["scores"] = scores(llm)
+    torch.cuda.empty_cache()  # the next process needs it
     return found
 
 
