@@ -315,7 +315,8 @@ def test_a_layer_that_is_built_compiles_its_steps(state: torch.dtype, by_channel
         kda_decode_backend=backend,
         kda_spec_decode_backend=verify,
     )
-    _vllm.built_k3(lambda **call: None, {"self": layer})
+    limits = SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8)
+    _vllm.built_k3(lambda **call: None, {"self": layer, "vllm_config": SimpleNamespace(scheduler_config=limits)})
     pool, windows = model.pool(200), step.windows(200)
     with compilations() as names:
         for count in (1, 3, 60):
