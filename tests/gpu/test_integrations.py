@@ -300,10 +300,11 @@ def test_a_question_while_a_graph_is_captured_and_how_long_flas_takes():
 
 
 def test_packed_documents_are_documents_by_themselves():
-    """Hugging Face's Kimi-Linear, logits and gradients: transformers alone lets each see the one before."""
+    """Hugging Face's Kimi-Linear, logits and gradients: transformers alone lets each see the one before. In float32: bfloat16
+    rounds otherwise where matrix products have other sizes."""
     torch.manual_seed(0)
     lengths = (700, 48, 1300)
-    model, ids = cast(kimi_model().cuda()), torch.randint(3, VOCABULARY, (1, sum(lengths)), device="cuda")
+    model, ids = kimi_model().cuda(), torch.randint(3, VOCABULARY, (1, sum(lengths)), device="cuda")
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     positions = torch.cat([torch.arange(n, device="cuda") for n in lengths])[None]
     call = {
@@ -323,4 +324,4 @@ def test_packed_documents_are_documents_by_themselves():
     packed = found(model(ids, **call).logits)
     alone = found(torch.cat([model(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1))
     for name, x in alone.items():
-        assert relative_error(packed[name], x) < 0.03, name
+        assert relative_error(packed[name], x) < 1e-3, name
