@@ -35,7 +35,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full test-integrations record gate compile-all gpu-test fuzz release-check lint format docs bench clean
+.PHONY: help demo check test test-full mutants test-integrations record gate compile-all gpu-test fuzz release-check lint format docs bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all tests that need no GPU; kerne
 test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, and every kernel, changed or not
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
 	@$(MAKE) compile-all
+
+MUTANT_JOBS ?= 2
+mutants: $(STAMP) ## break the code in each recorded way; tests must find it (ONLY="wy record" selects)
+	@$(BIN)/python -m tests.mutants --jobs $(MUTANT_JOBS) $(ONLY)
 
 test-integrations: $(STAMP) ## test the integrations against the wheels of vLLM and SGLang (downloads 400 MB)
 	@FLASHDELTA_WHEELS=$(abspath $(VENV))/wheels $(BIN)/python -m pytest -q tests/contract

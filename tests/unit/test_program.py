@@ -18,7 +18,7 @@ from flashdelta.problem.border import shard
 from flashdelta.problem.context import ContextParallel
 from flashdelta.problem.problem import Result
 from flashdelta.program.cache import LaunchCache
-from flashdelta.program.launch import ARGUMENTS, Launch
+from flashdelta.program.launch import ARGUMENTS, Launch, _specialization
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
 from flashdelta.program.workspace import Workspace
@@ -69,6 +69,14 @@ def test_arguments_are_found_again(started: Started):
     assert (at_x, in_y, seven, none, absent, size) == (1000, 2000 + 16, 7, None, 0, 64)
     assert in_scratch == at_scratch + 8
     assert in_out == results["out"].data_ptr() + 12
+
+
+def test_a_view_of_another_argument_has_its_own_address(started: Started):
+    """The next call's need not be a view."""
+    whole = torch.zeros(10)
+    view = whole[4:]
+    record([whole, view], [launch("a", view)]).run((), [1000, 5000])
+    assert started == [("a", (3, 1, 1), [5000])]
 
 
 def test_every_run_has_its_own_results(started: Started):
@@ -501,6 +509,19 @@ def test_both_directions_replay(case: str, pretended: Started):
         grads = torch.autograd.grad(o, [call[name] for name in leaves], torch.ones_like(o))
         assert set(pretended.anew()) == {i == 0} and len(pretended) > 4
         assert [x.shape for x in grads] == [call[name].shape for name in leaves]
+
+
+def test_a_call_with_gradients_does_not_replay_one_without(pretended: Started):
+    call = make_call(replace(BY_NAME["state"], h=False), BF16) | {"backend": "triton"}
+    for _ in range(2):
+        assert not fd.chunk_kda(**call)[0].requires_grad
+    assert fd.chunk_kda(**call | {"q": call["q"].requires_grad_()})[0].requires_grad
+
+
+def test_machine_code_depends_on_the_alignment_of_addresses():
+    x = torch.zeros(8)
+    kinds = [_specialization(recurrence_kernel, (tensor,)) for tensor in (x, x[4:], x[1:])]
+    assert kinds[0] == kinds[1] != kinds[2]
 
 
 def test_a_replay_refuses_shared_memory(pretended: Started):
