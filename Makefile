@@ -32,6 +32,8 @@ SHELL := /bin/bash
 export FLASHDELTA_TRITON_OLDEST := $(abspath $(OLDEST))
 # one thread a process: the tensors are tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
+# Triton decides at import whether its kernels are interpreted
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
@@ -46,11 +48,13 @@ demo: $(STAMP) ## let a small KDA model write, on this machine
 check: lint $(STAMP) ## style, types and unit tests, in two minutes
 	@$(TIMED) $(PYTEST) -m 'not gpu and not slow'
 
-test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all tests that need no GPU; kernels only where they changed since they were recorded
+test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all tests that need no GPU
 	@$(TIMED) $(PYTEST)
+	@$(TIMED) $(INTERPRETED)
 
-test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, and every kernel, changed or not
+test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, and every kernel compiled
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
+	@$(TIMED) $(INTERPRETED)
 	@$(MAKE) compile-all
 
 MUTANT_JOBS ?= 2
@@ -60,10 +64,8 @@ mutants: $(STAMP) ## break the code in each recorded way; tests must find it (ON
 test-integrations: $(STAMP) ## test the integrations against the wheels of vLLM and SGLang (downloads 400 MB)
 	@FLASHDELTA_WHEELS=$(abspath $(VENV))/wheels $(BIN)/python -m pytest -q tests/contract
 
-record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interpreter tests of what changed
+record: $(STAMP) $(OLDEST_STAMP) ## record machine code and launches of what changed
 	@$(BIN)/python -m tests.compile record
-	@$(BIN)/python -m tests.interpreter.record
-	@$(BIN)/python -m tests.gluon.record
 
 BASE ?= HEAD
 gate: $(STAMP) $(OLDEST_STAMP) ## list machine code and launches that differ from git revision BASE

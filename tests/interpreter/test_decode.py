@@ -57,9 +57,8 @@ def test_replay(step: Step):
     check_replay(step, FP32, "triton")
 
 
-@pytest.mark.parametrize("S", [5, 16])
-def test_rounds_of_replay(S: int):
-    check_rounds(6, "triton", S=S)
+def test_rounds_of_replay():
+    check_rounds(3, "triton", S=16)
 
 
 def test_which_rows_of_records_are_written_and_emptied():
@@ -81,14 +80,12 @@ def test_wild_counts_of_records():
     check_wild_counts("triton")
 
 
-@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
 @pytest.mark.parametrize(("name", "token"), SPOILT)
-def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str):
-    check_spoilt_token(name, token, gate, "triton")
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
+    check_spoilt_token(name, token, "logsigmoid" if token % 2 else "lower_bound", "triton")
 
 
-@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize(("name", "gate"), [("k", "lower_bound"), ("g", "logsigmoid")])
 def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str):
     check_spoilt_token(name, 16, gate, "triton", S=16)
 
