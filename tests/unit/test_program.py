@@ -498,11 +498,11 @@ def test_a_pool_that_is_only_read_may_be_expanded():
     assert all(same_bits(x, y) for x, y in zip(compiled(call), fd.recurrent_kda(**call)))
 
 
-@pytest.mark.parametrize("case", ["state", "tokens_innermost"])
+@pytest.mark.parametrize("case", ["state", "tokens_innermost", "softplus_broad"])
 def test_both_directions_replay(case: str, pretended: Started):
-    leaves = ("q", "k", "v", "g", "beta")
     for i in range(3):
         call = make_call(replace(BY_NAME[case], h=False, final=False), BF16) | {"backend": "triton"}
+        leaves = [name for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias") if call.get(name) is not None]
         call |= {name: call[name].detach().requires_grad_() for name in leaves}
         pretended.clear()
         o, _ = fd.chunk_kda(**call)
