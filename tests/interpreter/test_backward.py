@@ -19,7 +19,6 @@ from flashdelta.triton import gradients as kernels
 from flashdelta.triton import segments, wy
 
 from ..support.gradients import (
-    assert_first_is_its_own,
     assert_nan_stays,
     check_gate_sums,
     gradients,
@@ -91,6 +90,16 @@ def test_gradients_are_those_of_the_reference(case: Case):
     tolerance = 5e-3 if case.state == BF16 else TOLERANCE
     others = LARGE_STEPS if case.hard == "raw_1000" and case.gate == "softplus" else {}
     assert_gradients(found, true_gradients(call, *grads), tolerance, **others)
+
+
+def test_gradients_of_sums():
+    """Which come in as one number, expanded."""
+    call = make_call(KINDS["state"]) | RECOMPUTED
+    v = call["v"].requires_grad_()
+    results = fd.chunk_kda(**call)
+    (found,) = torch.autograd.grad(sum(x.sum() for x in results), v, retain_graph=True)
+    (want,) = torch.autograd.grad(results, v, [torch.ones_like(x) for x in results])
+    assert torch.equal(found, want)
 
 
 def test_token_by_token_gradients_are_those_of_the_chunks():
@@ -212,11 +221,6 @@ def test_gradients_of_split_sequences_of_wide_states():
     want = found(backend="reference")
     errors = relative_errors(found(backend="triton", split=3), {name: x.double() for name, x in want.items()})
     assert all(error <= TOLERANCE for error in errors.values()), errors
-
-
-def test_gradients_of_a_forced_split_are_the_sequences_own():
-    call = make_call(SPLIT["packed"]) | KEPT | {"split": 3}
-    assert_first_is_its_own(call)
 
 
 def test_what_was_kept_goes_with_the_graph():

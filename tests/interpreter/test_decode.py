@@ -80,9 +80,9 @@ def test_wild_counts_of_records():
     check_wild_counts("triton")
 
 
-@pytest.mark.parametrize(("name", "token"), SPOILT)
+@pytest.mark.parametrize(("name", "token"), SPOILT[::2])
 def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
-    check_spoilt_token(name, token, "logsigmoid" if token % 2 else "lower_bound", "triton")
+    check_spoilt_token(name, token, "logsigmoid" if name == "v" else "lower_bound", "triton")
 
 
 @pytest.mark.parametrize(("name", "gate"), [("k", "lower_bound"), ("g", "logsigmoid")])

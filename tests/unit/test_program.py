@@ -511,6 +511,16 @@ def test_both_directions_replay(case: str, pretended: Started):
         assert [x.shape for x in grads] == [call[name].shape for name in leaves]
 
 
+def test_backward_passes_of_other_calls_are_worked_out_anew(pretended: Started):
+    call = make_call(replace(BY_NAME["state"], h=False, final=False), BF16) | {"backend": "triton"}
+    call["q"].requires_grad_()
+    for scale in (0.5, 0.25):
+        o, _ = fd.chunk_kda(**call | {"scale": scale})
+        pretended.clear()
+        torch.autograd.grad(o, call["q"], torch.ones_like(o))
+        assert pretended and all(pretended.anew())
+
+
 def test_a_call_with_gradients_does_not_replay_one_without(pretended: Started):
     call = make_call(replace(BY_NAME["state"], h=False), BF16) | {"backend": "triton"}
     for _ in range(2):
