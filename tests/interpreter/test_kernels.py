@@ -223,7 +223,7 @@ BAD_OFFSETS = [(0, 50, 20, 70), (0, 2**40, -(2**40), 2**62), (-4, 40, 710)]
 @pytest.mark.parametrize(
     ("op", "values"),
     [*((fd.chunk_kda, values) for values in BAD_OFFSETS), (fd.fused_recurrent_kda, BAD_OFFSETS[1])],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),  # an address differs from worker to worker
 )
 def test_bad_offsets_touch_nothing_outside_the_tensors(op, values: tuple[int, ...]):
     """`out` lies amid zeros that must stay. (Reads outside would crash on a GPU: `gpu/test_hazards.py` looks there.)"""
