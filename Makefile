@@ -33,10 +33,12 @@ SHELL := /bin/bash
 export FLASHDELTA_TRITON_OLDEST := $(abspath $(OLDEST))
 # one thread a process: the tensors are tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
+# Triton decides at import whether its kernels are interpreted
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full test-integrations test-newest hub record gate compile-all gpu-test fuzz release-check lint format docs bench clean
+.PHONY: help demo check test test-full mutants test-integrations test-newest hub record gate compile-all gpu-test fuzz release-check lint format docs bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,12 +50,18 @@ demo: $(DEMO_STAMP) ## let a small KDA model write, on this machine
 check: lint $(STAMP) ## style, types and unit tests, in two minutes
 	@$(TIMED) $(PYTEST) -m 'not gpu and not slow'
 
-test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all tests that need no GPU; kernels only where they changed since they were recorded
+test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all tests that need no GPU
 	@$(TIMED) $(PYTEST)
+	@$(TIMED) $(INTERPRETED)
 
-test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, and every kernel, changed or not
+test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, and every kernel compiled
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
+	@$(TIMED) $(INTERPRETED)
 	@$(MAKE) compile-all
+
+MUTANT_JOBS ?= 2
+mutants: $(STAMP) ## break the code in each recorded way; tests must find it (ONLY="wy record" selects)
+	@$(BIN)/python -m tests.mutants --jobs $(MUTANT_JOBS) $(ONLY)
 
 # what pip has today, beside what the extra `test` pins
 NEWEST := $(abspath $(VENV))/newest
@@ -78,10 +86,8 @@ test-newest: ## the newest PyTorch, Triton, FLA, transformers, vLLM and SGLang t
 	@FLASHDELTA_WHEELS=$(WEEKLY)/wheels FLASHDELTA_NEWEST=$$(echo $(WEEKLY)/lib/python3*/site-packages) OMP_NUM_THREADS=1 \
 		$(WEEKLY)/bin/python -m pytest -q -n auto --maxschedchunk 1 tests/unit tests/contract
 
-record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interpreter tests of what changed
+record: $(STAMP) $(OLDEST_STAMP) ## record machine code and launches of what changed
 	@$(BIN)/python -m tests.compile record
-	@$(BIN)/python -m tests.interpreter.record
-	@$(BIN)/python -m tests.gluon.record
 
 BASE ?= HEAD
 gate: $(STAMP) $(OLDEST_STAMP) ## list machine code and launches that differ from git revision BASE

@@ -14,15 +14,15 @@ from flashdelta.problem import device_checks
 
 from .support.gpus import visible_gpus
 
-# Kernels must be imported under TRITON_INTERPRET=1; test_triton_interpreter.py starts sessions that are. Gluon's interpreter
-# reads what the compiler would.
+# Triton decides at import whether its kernels are interpreted, so they have a session of their own. Gluon's interpreter reads
+# what the compiler would.
 collect_ignore = ["gluon" if os.environ.get("TRITON_INTERPRET") == "1" else "interpreter"]
 
 # The same examples in every run: a test passes or fails.
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.load_profile("fixed")
 
-LONGEST = ("test_triton_interpreter.py", "test_machine_code.py", "test_hazards.py")
+LONGEST = ("test_machine_code.py", "test_hazards.py")
 """Files whose tests take minutes each."""
 
 

@@ -1,4 +1,4 @@
-"""Whether all cases run, and every kernel, changed or not (`make test-full`)."""
+"""Whether all cases run (`make test-full`)."""
 
 from __future__ import annotations
 

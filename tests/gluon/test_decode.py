@@ -34,13 +34,21 @@ pytestmark = pytest.mark.slow
 KIMI_BF16 = next(step for step in MODELS if step.name == "kimi_bf16")
 
 
-@pytest.mark.parametrize("step", [*SINGLE_BF16, replace(KIMI_BF16, H=2, HV=2)], ids=case_id)
+STEPS = [step for i, step in enumerate(SINGLE_BF16) if i % 4 in (0, 3)]
+"""Of two with other head dims one each."""
+
+
+@pytest.mark.parametrize("step", [*STEPS, replace(KIMI_BF16, H=2, HV=2)], ids=case_id)
 def test_step(step: Step, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.hopper.decode.DECODE_FEW", 0)
     check_step(fd.recurrent_kda, step, BF16, "hopper")
 
 
-@pytest.mark.parametrize("step", HOPPER_REPLAYED, ids=lambda step: f"{step.name} {step.state}")
+REPLAYED = {step.name: step for step in HOPPER_REPLAYED}
+"""With states in bfloat16, where there are both."""
+
+
+@pytest.mark.parametrize("step", REPLAYED.values(), ids=lambda step: step.name)
 def test_a_replay_is_the_accepted_state(step: Step):
     """What the kernels find is held to the portable ones', which are interpreted too."""
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
@@ -52,7 +60,7 @@ def check_heads(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
 
 
-@pytest.mark.parametrize("step", WHOLE_HEADS, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", WHOLE_HEADS[::2], ids=lambda step: step.name)
 def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
     check_heads(step, monkeypatch)
 
@@ -80,7 +88,7 @@ def test_whole_heads_are_their_slices(K: int, tokens: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
-    check_rounds(6, "hopper", state=state, K=64, dtype=BF16)
+    check_rounds(4, "hopper", state=state, K=64, dtype=BF16)
 
 
 def test_rounds_of_replay_without_a_bound():
@@ -89,27 +97,25 @@ def test_rounds_of_replay_without_a_bound():
 
 @pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
 def test_rounds_of_seventeen_tokens(gate: str):
-    check_rounds(12, "hopper", S=16, K=64, dtype=BF16, gate=gate)
+    check_rounds(4, "hopper", S=16, K=64, dtype=BF16, gate=gate)
 
 
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("hopper", K=64, dtype=BF16)
 
 
-@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
 @pytest.mark.parametrize(("name", "token"), SPOILT)
-def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str):
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
+    gate = "logsigmoid" if token % 2 else "lower_bound"
     check_spoilt_token(name, token, gate, "hopper", K=64, dtype=BF16)
 
 
-@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize(("name", "gate"), [("k", "lower_bound"), ("g", "logsigmoid"), ("beta", "lower_bound")])
 def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str):
     check_spoilt_token(name, 16, gate, "hopper", K=64, dtype=BF16, S=16)
 
 
-@pytest.mark.parametrize("tokens", [4, 7, 16, 17])
-@pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
+@pytest.mark.parametrize(("gate", "tokens"), [("none", 4), ("softplus", 16), ("logsigmoid", 7), ("logsigmoid", 17)])
 def test_decays_without_a_bound(gate: str, tokens: int):
     check_strong_decays(gate, tokens, "hopper", dtype=BF16)
 
@@ -123,8 +129,13 @@ def test_wild_counts_of_records():
     check_wild_counts("hopper")
 
 
-@pytest.mark.parametrize("form", ["slices", "heads", "17 tokens"])
-@pytest.mark.parametrize(("slot", "row", "count"), [(1, 2, 3), (-1, 2, 3), (0, 0, 3), (0, 9, 3), (0, 2, 1), (0, 2, 0)])
+@pytest.mark.parametrize(
+    ("slot", "row", "count", "form"),
+    [
+        *((1, 2, 3, "slices"), (-1, 2, 3, "heads"), (0, 0, 3, "17 tokens")),
+        *((0, 9, 3, "slices"), (0, 2, 1, "heads"), (0, 2, 0, "17 tokens")),
+    ],
+)
 def test_a_commit_whose_indices_the_kernel_before_writes_late(
     slot: int, row: int, count: int, form: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -33,8 +33,16 @@ from ..support.pools import (
 
 pytestmark = pytest.mark.slow
 
-POOLS = [pool_case for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS if pool_case.case.chunk_size == 64]
-BUFFERS = [buffer_case for buffer_case in CASES + SPLITS if buffer_case.case.chunk_size == 64]
+POOL_NAMES = {
+    *("batch", "v_first_int32", "bf16", "non_positive", "flags", "gva", "no_slots", "no_tokens", "unbounded"),
+    *("several", "at_the_end", "cut_batch", "cut_bf16", "bad_offsets"),
+}
+BUFFER_NAMES = {
+    *("every_128_batch", "every_bf16", "every_too_few", "every_pool", "every_h", "many_offsets", "offsets_batch"),
+    *("bad_offsets", "only_final_bf16", "no_sequences", "split_every", "split_offsets"),
+}
+POOLS = [pool_case for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS if pool_case.name in POOL_NAMES]
+BUFFERS = [buffer_case for buffer_case in CASES + SPLITS if buffer_case.name in BUFFER_NAMES]
 
 
 def run(call: dict) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,7 @@ import flashdelta as fd
 from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
 from flashdelta.testing.oracle import assert_close, same_bits
 
-from ..support.fused_checks import chain, check_fused, check_rounds_of_fused
+from ..support.fused_checks import chain, check_fused
 
 
 @pytest.mark.parametrize("step", FUSED_STEPS, ids=lambda step: step.name)
@@ -19,7 +19,7 @@ def test_kernel_is_the_loop(step: FusedStep):
     check_fused(step, torch.float32, "triton")
 
 
-@pytest.mark.parametrize("name", ["one", "bias", "softplus", "null", "gva3", "bf16"])
+@pytest.mark.parametrize("name", ["bias", "null", "bf16"])
 def test_kernel_is_the_chain(name: str):
     """Of the single operators' kernels, within rounding; windows to the bit."""
     fused, single = (make_fused(FUSED_BY_NAME[name]) for _ in range(2))
@@ -30,10 +30,9 @@ def test_kernel_is_the_chain(name: str):
     assert same_bits(fused["conv_state"], single["conv_state"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_rounds_once(dtype: torch.dtype):
-    for name in ("bias", "spec", "replay"):
-        check_fused(FUSED_BY_NAME[name], dtype, "triton")
+@pytest.mark.parametrize(("name", "dtype"), [("bias", torch.bfloat16), ("replay", torch.float16)], ids=str)
+def test_half_precision_rounds_once(name: str, dtype: torch.dtype):
+    check_fused(FUSED_BY_NAME[name], dtype, "triton")
 
 
 def test_nan_stays_in_its_sequence():
@@ -49,7 +48,3 @@ def test_nan_stays_in_its_sequence():
     o = fd.fused_kda_decode(**call, backend="triton")
     assert o[0].eq(0).all() and o[2:].isnan().all() and same_bits(o[1], want[1])
     assert same_bits(call["state"][2], clean["state"][2])
-
-
-def test_rounds_of_speculation_are_steps_one_by_one():
-    check_rounds_of_fused(3, torch.float32, "triton")

@@ -40,7 +40,6 @@ from ..support.pools import (
 LENGTHS = {
     "one_each": (66, 5, 66),
     "several": (98, 0, 48),
-    "chunk_ends": (66, 5, 66),
     "at_the_end": (64, 80, 96),
     "chunk32": (50, 34),
     "null_slots": (20, 16, 50),
@@ -62,7 +61,12 @@ def small(pool_case: PoolCase) -> PoolCase:
 
 
 PLAIN = [small(pool_case) for pool_case in PLAIN_POOLS if pool_case.name not in ALIKE]
-CHECKPOINTS = [small(pool_case) for pool_case in CHECKPOINT_POOLS]
+CHECKPOINTS = [
+    small(pool_case) for pool_case in CHECKPOINT_POOLS if pool_case.name in LENGTHS or pool_case.name == "cut_bf16"
+]
+BY_TOKEN = [
+    pool_case for pool_case in PLAIN if pool_case.name in ("v_first_int32", "bf16", "non_positive", "flags", "gva")
+]
 
 
 def check(op, pool_case: PoolCase, dtype: torch.dtype) -> None:
@@ -95,7 +99,7 @@ def test_chunk_fp16():
     check(fd.chunk_kda, next(p for p in CHECKPOINTS if p.name == "several"), FP16)
 
 
-@pytest.mark.parametrize("pool_case", PLAIN, ids=pool_id)
+@pytest.mark.parametrize("pool_case", BY_TOKEN, ids=pool_id)
 def test_recurrent(pool_case: PoolCase):
     check(fd.fused_recurrent_kda, pool_case, FP32)
 
@@ -139,14 +143,13 @@ def test_kernels_find_no_chunk_outside(plan: Plan):
             assert 0 <= start < start + count <= plan.T
 
 
-BAD_OFFSETS = [(0, 50, 20, 70), (0, 2**40, -(2**40), 2**62), (3, 40, 70)]
+BAD_OFFSETS = [(0, 50, 20, 70), (0, 2**40, -(2**40), 2**62)]
 
 
 @pytest.mark.parametrize(
     ("op", "values"),
-    [(fd.chunk_kda, values) for values in BAD_OFFSETS]
-    + [(fd.fused_recurrent_kda, values) for values in BAD_OFFSETS[:2]],
-    ids=str,
+    [*((fd.chunk_kda, values) for values in BAD_OFFSETS), (fd.fused_recurrent_kda, BAD_OFFSETS[1])],
+    ids=lambda x: getattr(x, "__name__", str(x)),  # an address differs from worker to worker
 )
 def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ...]):
     """The pool and `out` lie amid numbers that must stay."""
@@ -167,22 +170,3 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
     may_be = torch.tensor([5] if op is fd.fused_recurrent_kda else [1, 2, 5])
     assert torch.isin(changed // pitch, may_be).all()
     assert (changed % pitch < pitch - 8).all()
-
-
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
-def test_warmup_runs(op, monkeypatch: pytest.MonkeyPatch):
-    # sequences, of which the interpreter runs one after the other
-    monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
-    checkpoints = {"checkpoints": (True,)} if op is fd.chunk_kda else {}
-    pools = {"state_pool": (True,), "has_initial_state": (True,)} | checkpoints
-    assert fd.warmup(op, [(32, 32)], dtype=FP32, device="cpu", backend="triton", packed=(True,), **pools) == 1
-
-
-def test_operator_runs_the_kernels_it_is_asked_for():
-    pool_case = next(p for p in CHECKPOINTS if p.name == "cut_bf16")
-    call, other = (pool_call(pool_case) | {"backend": "triton"} for _ in range(2))
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda arguments: fd.chunk_kda(**arguments), fullgraph=True, backend="aot_eager")
-    o, _ = compiled(call)
-    assert same_bits(o, fd.chunk_kda(**other)[0])
-    assert same_bits(memory_of(call["state_pool"]), memory_of(other["state_pool"]))

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.problem.operations import PRECISIONS
 from flashdelta.testing.cases import Case, case_id
 from flashdelta.testing.oracle import poisoned_memory, relative_error, same_bits
-from flashdelta.testing.prefills import HARD, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+from flashdelta.testing.prefills import HARD, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from flashdelta.triton import recurrence
 
 ONE = replace(PLAIN, H=1, HV=1, T=17)
-LENGTHS = (0, 1, 16, 17, 33, 64, 65, 131)
+LENGTHS = (0, 1, 17, 64, 131)
 """Beside every boundary; the others of the table are cut by the same masks."""
 
 SMALL = [replace(ONE, name=f"T{T}", T=T) for T in LENGTHS] + [
@@ -39,16 +38,14 @@ def test_cases(case: Case):
     check(case)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
-def test_sizes(size: tuple[int, int, int], precision: str):
-    check(sized(replace(ONE, T=size[2] + 1 if precision == "tf32x3" else 17), size), precision=precision)
+def test_sizes(size: tuple[int, int, int]):
+    check(sized(replace(ONE, T=size[2] + 1), size), precision="tf32x3")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("size", [size for size in SIZES if size[0] == 64], ids=size_id)
-def test_sizes_with_logits(size: tuple[int, int, int], precision: str):
-    check(sized(replace(LOGITS, H=1, HV=1, T=17), size), precision=precision)
+@pytest.mark.parametrize("case", [ONE, replace(LOGITS, H=1, HV=1, T=17)], ids=case_id)
+def test_float32_products(case: Case):
+    check(sized(case, SIZES[0]), precision="ieee")
 
 
 def test_wide_slices_of_the_states(monkeypatch: pytest.MonkeyPatch):
@@ -79,7 +76,7 @@ def test_small_decays_are_not_rounded_away(g: float):
     assert relative_error(state.double() - 1, lost) < 2e-6 + resolution
 
 
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", ["q", "g"])
 def test_a_nan_of_a_gpus_arithmetic_is_one_as_any_other(name: str):
     """Of all ones but for the sign: rounded by adding to its bits, it would turn into a zero."""
     found = []
@@ -90,11 +87,3 @@ def test_a_nan_of_a_gpus_arithmetic_is_one_as_any_other(name: str):
     assert found[0][0][0, 0, 5].isnan().any()
     for plain, ones in zip(*found, strict=True):
         assert torch.equal(plain.isnan(), ones.isnan())
-
-
-def test_traced_calls_run_the_kernels_they_are_asked_for():
-    call = prefill_call(replace(LOGITS, H=1, HV=1, T=17)) | {"backend": "triton", "precision": "ieee"}
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda **arguments: fd.kda_prefill(**arguments), fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(**call), fd.kda_prefill(**call)):
-        assert same_bits(got, want)

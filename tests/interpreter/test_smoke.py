@@ -1,4 +1,4 @@
-"""What runs even where nothing has changed: with a few cases of other tests (`groups.py`) it launches every portable kernel."""
+"""The chunk form and its gradients, by either kernel of `prepare`."""
 
 from __future__ import annotations
 

@@ -65,6 +65,8 @@ def check_pool(layer: KimiDeltaAttention, dtype: torch.dtype, tolerance: float, 
     assert_close("conv", pool.conv[slots.long()], cache.conv.double(), tolerance)
     assert_close("state", pool.state[slots.long()].mT, cache.state.double(), tolerance)
     assert pool.conv[others].eq(3.0).all() and pool.state[others].eq(3.0).all()
+    anew, _ = layer(x[:, :1], pool=pool, slots=slots, has_initial_state=~fresh)
+    assert_close("a first token alone", anew, layer(x[:, :1])[0].double(), tolerance)
 
 
 @torch.no_grad()

@@ -254,13 +254,14 @@ def test_what_is_refused_on_a_cpu_says_why(name: str, stack: ExitStack):
 
 def test_the_recurrence_is_left_to_fla_where_it_writes_into_states():
     x, states = tokens(), torch.zeros(1, H, K, K)
-    kept = (
-        {"initial_state": states},
-        {"inplace_final_state": False, "ssm_state_indices": states},
-        {"inplace_final_state": False, "beta": torch.rand(1, T, H, K)},
-    )
-    for changes in kept:
-        assert not _fla.RECURRENT.verify((), on_meta(x | changes))[0]
+    kept = {
+        "inplace_final_state": {"initial_state": states},
+        "ssm_state_indices": {"inplace_final_state": False, "ssm_state_indices": states},
+        "beta": {"inplace_final_state": False, "beta": torch.rand(1, T, H, K)},
+    }
+    for name, changes in kept.items():
+        takes, why = _fla.RECURRENT.verify((), on_meta(x | changes))
+        assert not takes and why.startswith(f"{name}:")
     assert _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "initial_state": states})[0]
 
 

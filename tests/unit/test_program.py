@@ -19,7 +19,7 @@ from flashdelta.problem.context import ContextParallel
 from flashdelta.problem.problem import Result
 from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
-from flashdelta.program.launch import ARGUMENTS, Launch
+from flashdelta.program.launch import ARGUMENTS, Launch, _specialization
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
 from flashdelta.program.workspace import Workspace, mark, new
@@ -78,6 +78,14 @@ def test_a_launch_without_ctas_is_none(started: Started):
     found = record_of([x], [launch("a", x, ctas=0), launch("b", x)])
     found.run((), [16])
     assert started == [("b", (3, 1, 1), [16])]
+
+
+def test_a_view_of_another_argument_has_its_own_address(started: Started):
+    """The next call's need not be a view."""
+    whole = torch.zeros(10)
+    view = whole[4:]
+    record([whole, view], [launch("a", view)]).run((), [1000, 5000])
+    assert started == [("a", (3, 1, 1), [5000])]
 
 
 def test_every_run_has_its_own_results(started: Started):
@@ -472,6 +480,29 @@ def test_a_pool_that_is_only_read_may_be_expanded():
     torch._dynamo.reset()
     compiled = torch.compile(lambda call: fd.recurrent_kda(**call), fullgraph=True, backend="aot_eager")
     assert all(same_bits(x, y) for x, y in zip(compiled(call), fd.recurrent_kda(**call)))
+
+
+def test_backward_passes_of_other_calls_are_worked_out_anew(pretended: Started):
+    call = make_call(replace(BY_NAME["state"], h=False, final=False), BF16) | {"backend": "triton"}
+    call["q"].requires_grad_()
+    for scale in (0.5, 0.25):
+        o, _ = fd.chunk_kda(**call | {"scale": scale})
+        pretended.clear()
+        torch.autograd.grad(o, call["q"], torch.ones_like(o))
+        assert pretended and all(pretended.anew())
+
+
+def test_a_call_with_gradients_does_not_replay_one_without(pretended: Started):
+    call = make_call(replace(BY_NAME["state"], h=False), BF16) | {"backend": "triton"}
+    for _ in range(2):
+        assert not fd.chunk_kda(**call)[0].requires_grad
+    assert fd.chunk_kda(**call | {"q": call["q"].requires_grad_()})[0].requires_grad
+
+
+def test_machine_code_depends_on_the_alignment_of_addresses():
+    x = torch.zeros(8)
+    kinds = [_specialization(recurrence_kernel, (tensor,)) for tensor in (x, x[4:], x[1:])]
+    assert kinds[0] == kinds[1] != kinds[2]
 
 
 def test_a_replay_refuses_shared_memory(pretended: Started):

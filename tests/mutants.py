@@ -1,0 +1,290 @@
+"""Breaks the code in recorded ways, one at a time, and runs the tests that are to find each (`make mutants`).
+
+    python -m tests.mutants [-j N] [--all-tests] [words]
+
+Each row is a file in `src/flashdelta`, a text that stands there once, the text in its place, and tests that fail then: files in
+`tests/`, or node ids. Rows are the ways in which a kernel, a rule or a replay can be wrong without anything else noticing: keep
+one for each. `words` select rows by what they contain. `--all-tests` runs the whole suite and names the files that find each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 1200
+"""Seconds for the tests of a row, and an hour for all tests."""
+
+Row = tuple[str, ...]
+
+# fmt: off
+MUTANTS: list[Row] = [
+    # ---- portable kernels, interpreted by Triton
+    ("triton/commit.py", "(count - 1) * row_step + inside", "0 * row_step + inside",
+     "interpreter/test_decode.py::test_commit"),
+    ("triton/commit.py", "records += (count - 1) * row_step", "pass",
+     "interpreter/test_decode.py::test_replay"),
+    ("triton/convolution.py", "tl.fma(w3, x0, tl.fma(w2, x1, p))", "tl.fma(w3, x1, tl.fma(w2, x0, p))",
+     "interpreter/test_layer.py::test_convolution"),
+    ("triton/convolution.py", "read, begin, begin + offset,", "read, begin, end,",
+     "interpreter/test_layer.py::test_convolution[marks_packed]"),
+    ("triton/convolution.py", "s0 = tl.fma(p0, x3, s0)", "s0 = tl.fma(p0, x2, s0)",
+     "interpreter/test_layer.py::test_gradients_of_the_convolution"),
+    ("triton/copy.py", "(channel * channel_stride)", "channel",
+     "interpreter/test_kernels.py::test_chunk_fp32[last_dim_strided]"),
+    ("triton/decode.py", "tl.fma(along_k, -norm_k, row_v", "tl.fma(along_k, norm_k, row_v",
+     "interpreter/test_decode.py::test_step"),
+    ("triton/finish.py", "total_k += tl.load(heads_k", "total_k = tl.load(heads_k",
+     "interpreter/test_backward.py::test_gradients_are_those_of_the_reference[gva2]"),
+    ("triton/finish.py", "K + tl.arange(0, K), total)", "K + tl.arange(0, K), 2.0 * total)",
+     "interpreter/test_smoke.py"),
+    ("triton/fused_decode.py", "(tap - 1) * place_stride, row", "tap * place_stride, row",
+     "interpreter/test_fused.py::test_kernel_is_the_loop"),
+    ("triton/intra.py", "dG -= result * k_right", "dG += result * k_right",
+     "interpreter/test_smoke.py"),
+    ("triton/merge.py", "key[None, :] * K + key[:, None]", "key[:, None] * K + key[None, :]",
+     "interpreter/test_parallel.py::test_ranks_find_what_one_finds"),
+    ("triton/merge.py", "if opened < 0:", "if opened < 1:",
+     "interpreter/test_parallel.py::test_ranks_find_what_one_finds"),
+    ("triton/merge.py", "if goes_on | (begin == end)", "if (begin == end)",
+     "interpreter/test_parallel.py::test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends"),
+    ("triton/norm.py", "norm * (grad - normed * mean)", "norm * grad",
+     "interpreter/test_layer.py::test_gradients_of_the_norm"),
+    ("triton/output.py", "tl.trans(tile_qg), tile_o, PRECISION", "tl.trans(tile_qg), 0.0 * tile_o, PRECISION",
+     "interpreter/test_prefill.py::test_cases"),
+    ("triton/prepare.py", "return -dot(dot(inv_11, a_10", "return dot(dot(inv_11, a_10",
+     "interpreter/test_smoke.py::test_chunks_and_their_gradients[prepare]"),
+    ("triton/prepare_bounded.py", "(i >= j) if diagonal", "(i > j) if diagonal",
+     "interpreter/test_smoke.py::test_chunks_and_their_gradients[prepare_bounded]"),
+    ("triton/recurrence.py", "tile_v_new -= dot(left", "tile_v_new += dot(left",
+     "interpreter/test_kernels.py::test_chunk_fp32[state]"),
+    ("triton/recurrence.py", "stored *= (part + 1 == parts)", "stored *= (part == 0)", "interpreter/test_split.py"),
+    ("triton/reverse.py", "grad -= tl.dot(dv_new", "grad += tl.dot(dv_new",
+     "interpreter/test_backward.py::test_gradients_are_those_of_the_reference[state]"),
+    ("triton/segments.py", "column[:, None] == key[None, :], 1.0, 0.0", "column[:, None] == key[None, :], 0.0, 0.0",
+     "interpreter/test_split.py"),
+    ("triton/segments.py", "(ends - parts).to(tl.int32)", "ends.to(tl.int32)",
+     "interpreter/test_split.py"),
+    ("triton/segments.py", "tl.range(first + 1, chained", "tl.range(first + 2, chained", "interpreter/test_split.py"),
+    ("triton/sums.py", "mask=tap == TAPS", "mask=tap == TAPS - 1",
+     "interpreter/test_layer.py::test_gradients_of_the_convolution"),
+    ("triton/verify.py", "tl.where(pair_mask(0, COUNT), -A, 0.0)", "tl.where(pair_mask(0, COUNT), A, 0.0)",
+     "interpreter/test_decode.py::test_replay"),
+    ("triton/wy.py", "acc_beta += tl.sum(summand(Z, k_exp_g", "acc_beta -= tl.sum(summand(Z, k_exp_g",
+     "interpreter/test_backward.py::test_gradients_are_those_of_the_reference[state]"),
+    ("triton/device/decays.py", "low = x - high.to(tl.float32)", "low = x * 0.0",
+     "interpreter/test_prefill.py::test_small_decays_are_not_rounded_away"),
+    ("triton/device/gates.py", "lower_bound * s * (1.0 - s) * rate * grad", "lower_bound * s * (1.0 - s) * grad",
+     "interpreter/test_smoke.py"),
+    ("triton/device/mma.py", 'acc = tl.dot(a_high, b_low, acc=acc, input_precision="tf32")', "pass",
+     "interpreter/test_prefill.py::test_sizes"),
+    ("triton/device/norms.py", "return 1.0 / tl.sqrt(total + L2_EPS)", "return 1.0 / tl.sqrt(total)",
+     "interpreter/test_backward.py::test_gradients_are_those_of_the_reference[zero_rows]"),
+    ("triton/device/records.py", "records + K + at", "records + at",
+     "interpreter/test_decode.py::test_replay"),
+    ("triton/device/segments.py", "((part + 1) * chunks // parts)", "(part * chunks // parts + 1)",
+     "interpreter/test_split.py"),
+    ("triton/device/sequences.py", "offset = tl.where(span < spans - 1, offset, length)", "pass",
+     "interpreter/test_pool.py::test_chunk"),
+    ("triton/device/states.py", "(slot >= lowest) & (slot < slots)", "(slot >= 0) & (slot < slots)",
+     "interpreter/test_pool.py::test_chunk"),
+    ("triton/device/sub_chunks.py", "X -= tl.where(row == r", "X += tl.where(row == r",
+     "interpreter/test_smoke.py"),
+    # ---- Hopper's kernels, interpreted by tests/gluon
+    ("hopper/commit.py", "i * (BV * K)", "0", "gluon/test_decode.py::test_a_replay_of_whole_heads"),
+    ("hopper/decode.py", "wait_group(TILES - 1 - i)", "wait_group(TILES - i)", "gluon/test_smoke.py::test_step"),
+    ("hopper/fused_decode.py", "slot * target_pitch", "slot * (H * K * V)", "gluon/test_fused.py"),
+    ("hopper/intra.py", "sum_left + sum_right + same * qn", "sum_left - sum_right + same * qn",
+     "gluon/test_smoke.py::test_gradients"),
+    ("hopper/prepare.py", "inside = token <", "inside = token <=", "gluon/test_smoke.py::test_prefill"),
+    ("hopper/prepare_steps.py", "[4], [0])), axis=0) == 0", "[4], [0])), axis=0) >= 0",
+     "gluon/test_unbounded_steps.py::test_errors_of_decays_are_those_of_chunks"),
+    ("hopper/recurrence.py", "row < (stop", "row <= (stop", "gluon/test_smoke.py::test_prefill"),
+    ("hopper/reverse.py", "i = chunks - 1 - step\n            stage", "i = step\n            stage",
+     "gluon/test_smoke.py::test_gradients"),
+    ("hopper/segments.py", "(place == 0)", "(place == 1)", "gluon/test_smoke.py::test_split"),
+    ("hopper/verify.py", "nth > s", "nth >= s", "gluon/test_smoke.py::test_replay"),
+    ("hopper/wy.py", "phase = next_phase(phase)", "pass", "gluon/test_backward.py::test_wy_of_persistent_ctas"),
+    ("hopper/device/layouts.py", "(row < count)[", "(row <= count)[", "gluon/test_smoke.py::test_prefill"),
+    ("hopper/device/math.py", "(s - s * s) * grad * (lower_bound * rate)", "(s - s * s) * grad * lower_bound",
+     "gluon/test_smoke.py::test_gradients"),
+    ("hopper/device/pipeline.py", "mbarrier.wait(self.full.index(stage), (iteration // self.STAGES) & 1)", "pass",
+     "gluon/test_smoke.py::test_prefill"),
+    ("hopper/device/stream_k.py", "chunk1 * (k == 0)", "chunk1 * (k > 0)",
+     "gluon/test_chunk.py::test_stream_k_changes_no_bit"),
+    ("hopper/device/tile_scheduler.py", "(tiles - group + groups - 1)", "(tiles - group)",
+     "gluon/test_smoke.py::test_prefill"),
+    ("hopper/device/tma.py", "fence_async_shared()", "pass", "gluon/test_smoke.py::test_wy"),
+    ("hopper/device/trial.py", "<= FORGOTTEN * FORGOTTEN", "<= 1e30",
+     "gluon/test_trials.py::test_what_moves_between_channels_is_remembered"),
+    # ---- validation
+    ("problem/arguments.py", "if x.dtype not in allowed:", "if False:", "unit/test_bad_input.py"),
+    ("problem/arguments.py", "if x.device != device:", "if False:", "unit/test_bad_input.py"),
+    ("problem/arguments.py", "if not any([sizes.fit(one, x.shape) for one in dims]):", "if False:",
+     "unit/test_bad_input.py"),
+    ("problem/arguments.py", "if stride < span:", "if False:", "unit/test_bad_input.py"),
+    ("problem/arguments.py", "return a0 < b0 + extent(b) and b0 < a0 + extent(a)", "return False",
+     "unit/test_bad_input.py"),
+    ("problem/arguments.py", "if rule.broken(call):", "if False:", "unit/test_bad_input.py"),
+    ("problem/arguments.py", "if call.state_pool is not None:", "if False:", "unit/test_bad_input.py"),
+    ("problem/operations.py", "not LOWEST_BOUND <= value < 0", "not LOWEST_BOUND <= value <= 0",
+     "unit/test_bad_input.py"),
+    ("problem/operations.py", 'excludes("state_pool", "initial_state"),', "", "unit/test_bad_input.py"),
+    ("problem/operations.py", "if HV == 0 or HV % H != 0:", "if HV == 0:", "unit/test_bad_input.py"),
+    ("problem/operations.py", 'if sizes["rows"] < least:', "if False:", "unit/test_bad_input.py"),
+    ("problem/device_checks.py", "if b < a:", "if False:", "unit/test_bad_input.py"),
+    ("problem/device_checks.py", "if index in self.written:", "if False:", "unit/test_bad_input.py"),
+    ("problem/rank_checks.py", "if calls[r] != calls[0]:", "if False:", "unit/test_parallel.py"),
+    ("backends.py", "if capability[0] != 9:", "if capability[0] < 9:", "unit/test_hopper_choice.py"),
+    # ---- launch cache, replay, answers that are kept
+    ("program/cache.py", "found += x.shape, x.stride(), x.dtype", "found += x.shape, x.dtype",
+     "unit/test_program.py"),
+    ("program/cache.py", "grad and x.requires_grad, address & 15", "False, address & 15", "unit/test_program.py"),
+    ("program/cache.py", "address & 15", "0", "unit/test_program.py"),
+    ("program/cache.py", "if entry is not None and entry.types != [*map(type, options)]:", "if False:",
+     "unit/test_program.py"),
+    ("program/cache.py", "key=lambda item: item[1].used", "key=lambda item: -item[1].used", "unit/test_program.py"),
+    ("program/record.py", "make = torch.zeros if name in zeroed else torch.empty", "make = torch.empty",
+     "unit/test_program.py"),
+    ("program/record.py", "if addresses[j] < end and begin < addresses[j] + length:", "if False:",
+     "unit/test_program.py"),
+    ("program/record.py", "return slot, address - begin", "return slot, 0", "unit/test_program.py"),
+    ("program/record.py", "if address in starts:\n        return", "if False:\n        return", "unit/test_program.py"),
+    ("program/record.py", "if span[1] == n]", "if span[0] == n]", "unit/test_program.py"),
+    ("program/launch.py", "found.append(x.data_ptr() % 16)", "found.append(0)", "unit/test_program.py"),
+    ("program/workspace.py", "[-(-n // ALIGNMENT) * ALIGNMENT for n in exact]", "[*exact]", "unit/test_program.py"),
+    ("runtime/call.py", "count_writes(tensors, entry.writes)", "pass", "unit/test_program.py"),
+    ("runtime/supports.py", "if given is None or (self.written and _shares(self, given)):", "if given is None:",
+     "unit/test_supports.py"),
+    ("runtime/supports.py", "if not content or content != self.content:", "if not content:", "unit/test_supports.py"),
+    ("runtime/supports.py", "(number, torch.is_grad_enabled(), ", "(number, ", "unit/test_supports.py"),
+    # ---- gradients
+    ("runtime/autograd.py", "found[role] = found[role].view(x.shape)", "pass",
+     "unit/test_program.py::test_both_directions_replay"),
+    ("runtime/autograd.py", "if x._version != version:", "if False:", "unit/test_parallel.py"),
+    ("runtime/autograd.py", '"backward", next(_serials)', '"backward", 0', "unit/test_program.py"),
+    ("runtime/torch_ops.py", "by_role.get(role) if is_tensor else None", "None", "unit/test_operators.py"),
+    # the gradient of a sum is no dense tensor
+    ("triton/backward_pass.py", "t.dht.contiguous()", "t.dht", "interpreter/test_backward.py::test_gradients_of_sums"),
+    # ---- several GPUs
+    ("problem/exchanges.py", "TURNS = 2", "TURNS = 1", "unit/test_exchanges.py"),
+    ("problem/exchanges.py", "for peer, late in self.unread:", "for peer, late in ():", "unit/test_exchanges.py"),
+    ("problem/exchanges.py", "self.places.get((nbytes, begin))", "self.places.get((nbytes, 0))",
+     "unit/test_exchanges.py"),
+    ("problem/border.py", "some & (begin < low)", "some & (begin <= low)", "unit/test_parallel.py"),
+    ("parallel/halo.py", "+= grads[r][:, start:stop]", "= grads[r][:, start:stop]", "unit/test_parallel.py"),
+    # ---- layer, reference, integrations, export
+    ("nn/attention.py", "o = torch.where(covered[:, None, None], o, 0.0)", "pass",
+     "interpreter/test_nn.py::test_rows_of_no_sequence_leave_gradients_alone"),
+    ("nn/attention.py", "return x.to(applied.device) if is_gate and", "return x if False and", "unit/test_nn.py"),
+    ("nn/attention.py", "cu_seqlens is None and has_initial_state is None and fits", "cu_seqlens is None and fits",
+     "unit/test_nn_layer.py::test_a_pool_is_a_cache"),
+    ("nn/weights.py", "return x.squeeze(1) if x.dim() == 3 else x", "return x",
+     "unit/test_nn_layer.py::test_weights_go_and_come_back"),
+    ("reference/chunk.py", "v_new = p.inverse @ v - p.w @ S", "v_new = p.inverse @ v + p.w @ S",
+     "unit/test_reference.py::test_chunked_is_the_recurrence"),
+    ("integrations/_fla.py", '["initial_state"].float()', '["initial_state"]', "unit/test_integrations.py"),
+    ("integrations/_fla.py", 'given.get("inplace_final_state", True) else None', "False else None",
+     "unit/test_integrations.py"),
+    ("integrations/_transformers.py", 'if fla.state in ("active", "possible"):', 'if fla.state == "possible":',
+     "unit/test_integrations.py"),
+    ("integrations/_vllm.py", "states.stored = True", "pass", "unit/test_engines.py"),
+    ("integrations/_vllm.py", '{"null_index": "non_positive", "use', '{"null_index": "negative", "use',
+     "unit/test_engines.py"),
+    ("integrations/_sglang.py", '"update_state": False', '"update_state": True', "unit/test_engines.py"),
+    ("integrations/_sglang.py", ".clamp(min=0) * TRACKED", ".clamp(min=0)", "unit/test_engines.py"),
+    ("tools/export/cubins.py", "self.K, self.V, chunk, gate, precision", "self.K, self.V, gate, chunk, precision",
+     "unit/test_export.py::test_prefill_launches_what_python_does"),
+    ("tools/export/c/prefill.c", "at.kg = at.qg + tile;", "at.kg = at.qg;",
+     "unit/test_export.py::test_prefill_launches_what_python_does"),
+]
+# fmt: on
+
+
+def describe(row: Row) -> str:
+    file, old, new, *_ = row
+    return f"{file}: {' '.join(old.split())!r} -> {' '.join(new.split())!r}"
+
+
+def copy_tree(to: Path) -> Path:
+    """All that git tracks or would, as it is now."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True)
+    for name in listed.stdout.decode().splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+def run(tree: Path, tests: Sequence[str], *options: str, limit: int = LIMIT) -> tuple[int, str]:
+    """Exit status and output of pytest, of tests that are all interpreted by Triton, or none."""
+    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    environment["TRITON_INTERPRET"] = str(int(all(x.startswith("interpreter/") for x in tests)))
+    named = [f"tests/{x}" for x in tests] or ["tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *named]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return -1, "timed out"
+    return done.returncode, done.stdout
+
+
+def try_row(row: Row, tree: Path, all_tests: bool) -> tuple[bool, str]:
+    """Whether tests find it, and which."""
+    file, old, new, *tests = row
+    path = tree / "src" / "flashdelta" / file
+    before, start = path.read_text(), time.monotonic()
+    if before.count(old) != 1:
+        return False, f"the old text stands there {before.count(old)} times"
+    path.write_text(before.replace(old, new))
+    try:
+        status, output = run(tree, [], limit=3600) if all_tests else run(tree, tests, "-x")
+    finally:
+        path.write_text(before)
+    found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    named = sorted({x.partition("::")[0] for x in found}) if all_tests else found[:1]
+    # a test fails; that none can be collected shows nothing
+    what = f"caught by {', '.join(named)}" if status == 1 else "SURVIVED" if status == 0 else f"NO RESULT ({status})"
+    return status == 1, f"{what}, {time.monotonic() - start:.0f} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Break the code in recorded ways; tests are to find each.")
+    parser.add_argument("words", nargs="*", help="only rows that contain one of these")
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="rows at a time (2)")
+    parser.add_argument("--all-tests", action="store_true", help="run the whole suite, and name all files that find it")
+    options = parser.parse_args()
+    rows = [row for row in MUTANTS if not options.words or any(word in text for text in row for word in options.words)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for i in range(options.jobs):
+            trees.put(copy_tree(Path(folder, str(i))))
+
+        def attempt(row: Row) -> tuple[bool, str]:
+            tree = trees.get()
+            try:
+                return try_row(row, tree, options.all_tests)
+            finally:
+                trees.put(tree)
+
+        missed = 0
+        for row, (found, said) in zip(rows, pool.map(attempt, rows)):
+            missed += not found
+            print(f"{describe(row)}: {said}", flush=True)
+    print(f"{len(rows) - missed} of {len(rows)} caught")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
