@@ -80,14 +80,6 @@ def test_a_launch_without_ctas_is_none(started: Started):
     assert started == [("b", (3, 1, 1), [16])]
 
 
-def test_a_view_of_another_argument_has_its_own_address(started: Started):
-    """The next call's need not be a view."""
-    whole = torch.zeros(10)
-    view = whole[4:]
-    record([whole, view], [launch("a", view)]).run((), [1000, 5000])
-    assert started == [("a", (3, 1, 1), [5000])]
-
-
 def test_every_run_has_its_own_results(started: Started):
     x, out = torch.zeros(4), torch.zeros(4)
     found = record_of([x], [launch("a", x, out)], out=out)
