@@ -55,10 +55,7 @@ def _run(
         timeout=timeout,
     )
     torch.save(function(dist.group.WORLD, *arguments), folder / f"{rank}.pt")
-    if bound is None:
-        dist.barrier()  # gloo aborts a process that still reads when another one has closed the connection
-    else:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     # Who keeps the group (FLA's cache of contexts does) keeps its threads, and one that asks for the GIL while the
