@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from flashdelta.testing.cases import BF16, Case
-from flashdelta.testing.decoding import make_step
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import as_recurrent, chunked_truth
-from flashdelta.testing.prefills import prefill_call
-from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.tools.environment import environment
 from flashdelta.tools.files import save_json
+from tests.support.cases import BF16, Case
+from tests.support.decoding import make_step
+from tests.support.inputs import make_call
+from tests.support.oracle import as_recurrent, chunked_truth
+from tests.support.prefills import prefill_call
+from tests.support.wy import WyCase, make_wy
 
 from . import timing
 from .gate import LEAVES, errors

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashdelta.testing.cases import FP32, Case
-from flashdelta.testing.engines import EPS
+from tests.support.cases import FP32, Case
+from tests.support.engines import EPS
 
 from .gate import Results
 
@@ -28,7 +28,7 @@ PEERS = {
     "flash_kda": ("benchmarks.flashkda", "fwd"),
     "cudnn": ("cudnn.linear_attention.ops", "kimi_delta_attention"),
     "attn_gym": ("attn_gym.linear.kda", "chunk_kda"),
-    "engine": ("flashdelta.testing.engine_kernels", "own_functions"),
+    "engine": ("tests.support.engine_kernels", "own_functions"),
 }
 """Module and function. FLA's public decode takes no slots, so its launcher is called."""
 

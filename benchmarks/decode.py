@@ -13,9 +13,9 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.problem.problem import record_width
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.decoding import Step, make_step
-from flashdelta.testing.oracle import float64
+from tests.support.cases import BF16, FP32
+from tests.support.decoding import Step, make_step
+from tests.support.oracle import float64
 
 from . import contenders, engines, gate, workloads
 from .gate import PEER_TOLERANCE, Results

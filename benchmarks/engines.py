@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16
-from flashdelta.testing.engines import LAYERS, Batch, K3Step, Model, exact_outputs
-from flashdelta.testing.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
+from tests.support.cases import BF16
+from tests.support.engines import LAYERS, Batch, K3Step, Model, exact_outputs
+from tests.support.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
 
 from . import gate
 from .gate import PEER_TOLERANCE, Results

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flashdelta.testing.cases import Case
-from flashdelta.testing.oracle import relative_error
 from flashdelta.tools.devices import synchronize
+from tests.support.cases import Case
+from tests.support.oracle import relative_error
 
 Results = Sequence[Tensor]
 Errors = dict[str, float]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16
-from flashdelta.testing.fused import EPS
-from flashdelta.testing.inputs import Source, make_call
-from flashdelta.testing.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
+from tests.support.cases import BF16
+from tests.support.fused import EPS
+from tests.support.inputs import Source, make_call
+from tests.support.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
 
 from . import contenders, decode, gate, workloads
 from .decode import CHECKED, decode_bytes, decode_calls

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import flashdelta as fd
-from flashdelta.testing import prefills
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import TOLERANCE, truth
+from tests.support import prefills
+from tests.support.cases import BF16, FP32, Case
+from tests.support.inputs import make_call
+from tests.support.oracle import TOLERANCE, truth
 
 from . import contenders, engines, gate, workloads
 from .gate import Results

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from flashdelta.ops.chunk import chunk_kda
 from flashdelta.problem.context import ContextParallel, context_parallel
-from flashdelta.testing.cases import BF16, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import TOLERANCE, relative_error
-from flashdelta.testing.processes import on_processes
 from flashdelta.tools.devices import synchronize
+from tests.support.cases import BF16, Case
+from tests.support.inputs import TOKEN_TENSORS, make_call
+from tests.support.oracle import TOLERANCE, relative_error
+from tests.support.processes import on_processes
 
 from . import contenders, gate, timing, workloads
 from .gate import GRADIENT_TOLERANCE, LEAVES, PEER_TOLERANCE, random_like

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing import wy as stage
-from flashdelta.testing.cases import BF16
-from flashdelta.testing.inputs import make_call
+from tests.support import wy as stage
+from tests.support.cases import BF16
+from tests.support.inputs import make_call
 
 from . import contenders, gate, workloads
 from .gate import GRADIENT_TOLERANCE, LEAVES, PEER_TOLERANCE, Results

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashdelta.testing.cases import BF16, BOUNDED, FP32, Case
-from flashdelta.testing.decoding import Step
-from flashdelta.testing.fused import FusedStep
-from flashdelta.testing.wy import WyCase
+from tests.support.cases import BF16, BOUNDED, FP32, Case
+from tests.support.decoding import Step
+from tests.support.fused import FusedStep
+from tests.support.wy import WyCase
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,9 @@ _FLOAT32 = (
 
 @dataclass(frozen=True, kw_only=True)
 class Served(Case):
-    """Calls of an engine's layer, one of `testing/engines.py`, by our integration and by the engine's kernels: a "prefill" of
-    packed prompts; "decode" of a token per sequence, or the "whole step" between the projections; "verify" of drafts."""
+    """Calls of an engine's layer, one of `tests/support/engines.py`, by our integration and by the engine's kernels: a
+    "prefill" of packed prompts; "decode" of a token per sequence, or the "whole step" between the projections; "verify" of
+    drafts."""
 
     layer: str
     step: str

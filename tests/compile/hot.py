@@ -14,7 +14,7 @@ BEGIN, END = "<!-- hot variants: written by `make record` -->\n", "<!-- end -->\
 
 @dataclass(frozen=True)
 class Hot:
-    """A kernel of one of the variants of `flashdelta.tools.compile`, for sm_90."""
+    """A kernel of one of the variants of `variants.py`, for sm_90."""
 
     name: str
     kernel: str

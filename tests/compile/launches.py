@@ -20,23 +20,23 @@ import flashdelta as fd
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
-from flashdelta.testing.cases import BF16, CASES, FP32, Case
-from flashdelta.testing.decoding import STEPS, make_step
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
-from flashdelta.testing.oracle import as_recurrent
-from flashdelta.testing.prefills import CASES as PREFILLS
-from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
-from flashdelta.testing.wy import CASES as WY_CASES
-from flashdelta.testing.wy import make_wy
-from flashdelta.tools.compile import ARCHITECTURES, BUILD, backward_of
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..support.buffers import CASES as BUFFERS
 from ..support.buffers import SPLITS, buffer_call
+from ..support.cases import BF16, CASES, FP32, Case
+from ..support.decoding import STEPS, make_step
 from ..support.decoding_checks import REPLAYED, replay_buffer
+from ..support.inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
+from ..support.oracle import as_recurrent
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..support.prefills import CASES as PREFILLS
+from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.split_cases import LENGTHS, split_call, split_pool_call
+from ..support.wy import CASES as WY_CASES
+from ..support.wy import make_wy
 from ..unit.test_decode import commit_call
+from .variants import ARCHITECTURES, BUILD, backward_of
 
 FILE = Path(__file__).with_name("launches.tsv")
 

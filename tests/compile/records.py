@@ -1,6 +1,6 @@
 """What the machine code of every kernel is: a line for each (kernel, variant, architecture), a file for each Triton version.
 
-A line holds what the code costs, a hash of it, the fingerprint of all that determines it (`tools.compile.fingerprint`) and a
+A line holds what the code costs, a hash of it, the fingerprint of all that determines it (`variants.fingerprint`) and a
 digest of the line, so that nobody edits it by hand. `make record` writes the files.
 
 Fingerprints take minutes. So beside each file stands a digest of it and of all sources that fingerprints depend on: where that
@@ -21,9 +21,15 @@ FOLDER = Path(__file__).parent / "machine_code"
 
 PACKAGE = (
     *("__init__.py", "backends.py", "hopper", "kernels.py", "ops", "parallel", "problem", "program", "reference"),
-    *("runtime", "testing", "triton", "tools/__init__.py", "tools/compile.py"),
+    *("runtime", "triton", "tools/__init__.py", "tools/compile.py"),
 )
-SOURCES = tuple(f"src/flashdelta/{name}" for name in PACKAGE)
+MAKERS = ("cases", "decoding", "fused", "inputs", "layer", "oracle", "prefills", "wy", "__init__")
+"""In `tests/support`, of the calls that kernels are compiled for."""
+SOURCES = (
+    *(f"src/flashdelta/{name}" for name in PACKAGE),
+    *(f"tests/support/{name}.py" for name in MAKERS),
+    *("tests/__init__.py", "tests/compile/__init__.py", "tests/compile/variants.py"),
+)
 """What the fingerprints depend on but for Triton itself; `test_machine_code_is_as_recorded` sees that it is all."""
 
 DEVICE_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}

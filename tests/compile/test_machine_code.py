@@ -19,28 +19,17 @@ from flashdelta.ops.chunk import chunk_kda
 from flashdelta.ops.decode import recurrent_kda
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
-from flashdelta.testing.cases import Case
-from flashdelta.testing.decoding import BY_NAME, Step, make_step
-from flashdelta.testing.inputs import meta_call, on_meta
-from flashdelta.tools.compile import (
-    ARCHITECTURES,
-    BUILD,
-    VARIANTS,
-    backward_of,
-    compile_launch,
-    compiled,
-    fingerprint,
-    late_operands,
-    listing,
-    only_launches,
-    unequal_sums,
-)
+from flashdelta.tools.compile import compile_launch, compiled, late_operands, listing, only_launches
 from flashdelta.triton.device.products import rounded_product, summand
 
 from ..full import FULL
+from ..support.cases import Case
+from ..support.decoding import BY_NAME, Step, make_step
+from ..support.inputs import meta_call, on_meta
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
 from .toolchains import COMPILE, FUSION, ROOT, Toolchain, toolchains
+from .variants import ARCHITECTURES, BUILD, VARIANTS, backward_of, fingerprint, unequal_sums
 
 SAMPLE, RECENT, MOST = 1, 1, 24
 """Entries of each Triton that are compiled though their fingerprint is recorded, another at every commit: of all, and of those

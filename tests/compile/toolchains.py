@@ -1,4 +1,4 @@
-"""Compiles with Tritons other than the installed one, in processes of their own: `python -m flashdelta.tools.compile`."""
+"""Compiles with Tritons other than the installed one, in processes of their own: `python -m tests.compile.variants`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ROOT = Path(__file__).parent.parent.parent
 OLDEST = "FLASHDELTA_TRITON_OLDEST"
 """Environment variable: a folder that holds the oldest supported Triton, as `pip install --target` leaves it."""
 
-COMPILE = "-m", "flashdelta.tools.compile"
+COMPILE = "-m", "tests.compile.variants"
 
 LISTED = """
 import json, sys
-from flashdelta.tools.compile import all_launches, report
+from tests.compile.variants import all_launches, report
 wanted = {tuple(name) for name in json.loads(sys.argv[1])}
 names = [(arch, variant, launch.kernel.__name__) for arch, variant, launch in all_launches()]
 entries = [(place, report(place, compiles=False)) for place, name in enumerate(names) if name in wanted]
-files = [module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "flashdelta"]
+files = [module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in ("flashdelta", "tests")]
 print(json.dumps({"names": names, "entries": entries, "files": files}))
 """
 

@@ -16,7 +16,8 @@ import pytest
 from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations.engine import Engine
 from flashdelta.integrations.seams import Seam, Source, differences, stored, uses
-from flashdelta.testing.engine_kernels import wheel
+
+from ..support.engine_kernels import wheel
 
 FOLDER = os.environ.get("FLASHDELTA_WHEELS")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="make test-integrations: FLASHDELTA_WHEELS is not set")

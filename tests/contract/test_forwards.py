@@ -20,10 +20,11 @@ from torch import Tensor
 
 from flashdelta.integrations import _vllm
 from flashdelta.integrations.seams import Replacement, Seam, Source
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.engine_kernels import wheel
-from flashdelta.testing.engines import EPS, LAYERS, Batch, K3Step, KimiLinear, Marks, Model, adapted
-from flashdelta.testing.oracle import TOLERANCE, relative_error, same_bits
+
+from ..support.cases import BF16, FP32
+from ..support.engine_kernels import wheel
+from ..support.engines import EPS, LAYERS, Batch, K3Step, KimiLinear, Marks, Model, adapted
+from ..support.oracle import TOLERANCE, relative_error, same_bits
 
 FOLDER = os.environ.get("FLASHDELTA_WHEELS")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="make test-integrations: FLASHDELTA_WHEELS is not set")

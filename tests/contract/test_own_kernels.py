@@ -17,9 +17,9 @@ CODE = """
 import sys
 import torch
 import triton.language as tl
-from flashdelta.testing.engine_kernels import STEP, extract, load
-from flashdelta.testing.engines import LAYERS, Batch, K3Step, Model
-from flashdelta.testing.oracle import relative_error
+from ..support.engine_kernels import STEP, extract, load
+from ..support.engines import LAYERS, Batch, K3Step, Model
+from ..support.oracle import relative_error
 from pathlib import Path
 
 wheels, folder = map(Path, sys.argv[1:])

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from flashdelta.integrations import _sglang
 from flashdelta.integrations.seams import Source
-from flashdelta.testing.cases import FP32
-from flashdelta.testing.engine_kernels import wheel
-from flashdelta.testing.engines import LAYERS, Batch, Marks, Model
-from flashdelta.testing.oracle import same_bits
+
+from ..support.cases import FP32
+from ..support.engine_kernels import wheel
+from ..support.engines import LAYERS, Batch, Marks, Model
+from ..support.oracle import same_bits
 
 FOLDER = os.environ.get("FLASHDELTA_WHEELS")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="make test-integrations: FLASHDELTA_WHEELS is not set")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
-from ..support.inputs import LAYOUTS as GRADIENT_LAYOUTS
+from ..support.layouts import LAYOUTS as GRADIENT_LAYOUTS
 from .memory import LAYOUTS, Memory, Place, dense, token_place
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

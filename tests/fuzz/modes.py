@@ -12,9 +12,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from flashdelta.testing.oracle import assert_close, poisoned_memory, relative_error, same_bits
-
-from ..support.inputs import lay, without_repeats
+from ..support.layouts import lay, without_repeats
+from ..support.oracle import assert_close, poisoned_memory, relative_error, same_bits
 from . import truth
 from .draw import RESULTS, Contents, Spec
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import flashdelta
-from flashdelta.testing.oracle import relative_error
 
+from ..support.oracle import relative_error
 from . import truth
 from .draw import RESULTS, Spec
 from .modes import Case, Wanted, run, tolerance

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import poisoned_memory, relative_error, same_bits, truth
 
 from ..gpu.calls import hold, slack_of
+from ..support.cases import BF16, Case
+from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import poisoned_memory, relative_error, same_bits, truth
 
 
 def hopper_call(case: Case, **options: object) -> dict:

@@ -11,14 +11,9 @@ import torch
 
 import flashdelta as fd
 from flashdelta.hopper import segments
-from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import float64, poisoned_memory, same_bits
-from flashdelta.testing.virtual import on_ranks
-from flashdelta.testing.wy import BY_NAME as WY_CASES
-from flashdelta.testing.wy import WyCase, errors, exact, make_wy
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
 from ..support.gradients import (
     assert_first_is_its_own,
     assert_nan_stays,
@@ -27,7 +22,12 @@ from ..support.gradients import (
     relative_errors,
     true_gradients,
 )
+from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import float64, poisoned_memory, same_bits
 from ..support.ranks import Cut, incoming_of
+from ..support.virtual import on_ranks
+from ..support.wy import BY_NAME as WY_CASES
+from ..support.wy import WyCase, errors, exact, make_wy
 from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow

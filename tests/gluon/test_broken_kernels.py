@@ -11,10 +11,10 @@ from triton.runtime.jit import JITFunction
 
 from flashdelta.hopper import fused_decode, intra, prepare, recurrence, wy
 from flashdelta.hopper.device import layouts, pipeline, tma
-from flashdelta.testing.cases import FP32
-from flashdelta.testing.wy import WyCase
 
 from ..gpu.calls import KIMI
+from ..support.cases import FP32
+from ..support.wy import WyCase
 from . import test_backward, test_chunk, test_fused
 from .interpreter import hopper_on_cpu, interpreted
 

@@ -9,9 +9,11 @@ import torch
 
 import flashdelta as fd
 from flashdelta.hopper import build, recurrence
-from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS
-from flashdelta.testing.oracle import (
+
+from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import (
     assert_close,
     chunked_truth,
     covered_tokens,
@@ -19,8 +21,6 @@ from flashdelta.testing.oracle import (
     tolerance_of,
     truth,
 )
-
-from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
 from ..support.stream_k import Work
 from ..unit.test_hopper_choice import TABLE
 from .checks import hold_nan_inside, hopper_call, poisoned, steps_call

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, case_id
-from flashdelta.testing.decoding import SINGLE_BF16, Step
 
 from ..gpu.test_decode import MODELS
+from ..support.cases import BF16, FP32, case_id
+from ..support.decoding import SINGLE_BF16, Step
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
     SPOILT,

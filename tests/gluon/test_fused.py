@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, expected_fused, make_fused
-from flashdelta.tools.compile import Variant
 
+from ..compile.variants import Variant
+from ..support.cases import BF16, FP32
+from ..support.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, expected_fused, make_fused
 from ..support.fused_checks import HOPPER_FUSED, check_fused, heads_of, hold_fused
 from .language import WRITTEN_LATE
 

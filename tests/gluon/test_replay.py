@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from flashdelta.testing.oracle import float64, poisoned_memory
-from flashdelta.testing.virtual import on_ranks
 from flashdelta.triton.copy import strided_copy
 
 from ..support import replay_checks as checks
-from ..support.cases import BY_NAME, HOPPER, PAIRS, Row
-from ..support.inputs import LAYOUTS, fresh, rotated, tensors_of
+from ..support.layouts import LAYOUTS, fresh, rotated, tensors_of
+from ..support.oracle import float64, poisoned_memory
 from ..support.replay_checks import check_loss, check_ranks, check_row, check_slices, on_rank, results_of
 from ..support.replays import Replays, replaying
+from ..support.rows import BY_NAME, HOPPER, PAIRS, Row
+from ..support.virtual import on_ranks
 from .interpreter import hopper_on_cpu, run
 
 

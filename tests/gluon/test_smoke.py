@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from flashdelta.hopper import build
-from flashdelta.testing.cases import BF16, BY_NAME, Case
-from flashdelta.testing.decoding import SINGLE_BF16
-from flashdelta.testing.wy import WyCase
 
 from ..gpu.calls import on_gpu
+from ..support.cases import BF16, BY_NAME, Case
+from ..support.decoding import SINGLE_BF16
 from ..support.decoding_checks import HOPPER_REPLAYED, check_replay
+from ..support.wy import WyCase
 from . import test_backward, test_chunk, test_decode, test_steps, test_unbounded_steps
 from .checks import check_steps
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16
-from flashdelta.testing.oracle import (
+
+from ..gpu.calls import on_gpu
+from ..support.buffers import CASES, SPLITS, BufferCase, buffer_call, buffer_id, buffer_truth, untouched_rows
+from ..support.cases import BF16
+from ..support.oracle import (
     assert_close,
     covered_tokens,
     one_rounding,
@@ -17,9 +20,6 @@ from flashdelta.testing.oracle import (
     same_bits,
     tolerance_of,
 )
-
-from ..gpu.calls import on_gpu
-from ..support.buffers import CASES, SPLITS, BufferCase, buffer_call, buffer_id, buffer_truth, untouched_rows
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,

@@ -13,9 +13,12 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta.hopper import build, recurrence
 from flashdelta.parallel import context_parallel
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS
-from flashdelta.testing.oracle import (
+
+from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, on_gpu
+from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, buffer_truth
+from ..support.cases import BF16, FP32, Case
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import (
     assert_close,
     covered_tokens,
     float64,
@@ -25,12 +28,9 @@ from flashdelta.testing.oracle import (
     tolerance_of,
     truth,
 )
-from flashdelta.testing.virtual import on_ranks
-
-from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, on_gpu
-from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, buffer_truth
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id, pool_truth
 from ..support.ranks import Cut
+from ..support.virtual import on_ranks
 from ..unit.test_hopper_choice import TABLE
 from .checks import check_steps, hold_bits_alone, hold_errors, poisoned, steps_call
 from .interpreter import hopper_on_cpu

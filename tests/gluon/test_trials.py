@@ -15,16 +15,16 @@ import flashdelta as fd
 from flashdelta.hopper import prepare, segments
 from flashdelta.hopper.device import trial
 from flashdelta.problem.split import SplitCosts
-from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.oracle import (
+
+from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold
+from ..support.cases import BF16, FP32, Case, case_id
+from ..support.oracle import (
     assert_close,
     chunked_truth,
     covered_tokens,
     relative_error,
     same_bits,
 )
-
-from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold
 from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved
 from .checks import hopper_call, poisoned
 from .interpreter import hopper_on_cpu, interpreted

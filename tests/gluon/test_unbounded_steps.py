@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from flashdelta.hopper import build, recurrence
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS
-from flashdelta.testing.oracle import covered_tokens, relative_error, same_bits, truth
 
 from ..gpu.calls import UNBOUNDED, assert_same_bits, hold
+from ..support.cases import BF16, FP32, Case
 from ..support.decays import KINDS, decays_call
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import covered_tokens, relative_error, same_bits, truth
 from ..unit.test_hopper_choice import TABLE
 from .checks import check_steps, hold_bits_alone, hold_errors, hold_nan_inside, poisoned, steps_call
 from .interpreter import hopper_on_cpu

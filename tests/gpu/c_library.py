@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flashdelta.testing.prefills import INPUTS
 from flashdelta.tools.export.bindings import GATES, DecodeArgs, Library, PrefillArgs
 
 from ..support.exports import build, export
+from ..support.prefills import INPUTS
 
 GIVEN = "FLASHDELTA_LIBRARY"
 """Environment variable: a libflashdelta.so with all kernels for the GPU at hand, for machines without CMake."""

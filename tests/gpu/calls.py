@@ -22,9 +22,10 @@ import flashdelta as fd
 from benchmarks.contenders import find
 from flashdelta.hopper import build
 from flashdelta.runtime.call import CACHE
-from flashdelta.testing.cases import BF16, BY_NAME, Case
-from flashdelta.testing.inputs import make_call, sequence_calls
-from flashdelta.testing.oracle import (
+
+from ..support.cases import BF16, BY_NAME, Case
+from ..support.inputs import make_call, sequence_calls
+from ..support.oracle import (
     as_recurrent,
     assert_close,
     chunked_truth,

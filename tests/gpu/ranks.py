@@ -20,10 +20,10 @@ from flashdelta.nn import KdaLanguageModel, KimiDeltaAttention, LanguageModelCon
 from flashdelta.nn.lm import VOCABULARY
 from flashdelta.parallel import context_parallel
 from flashdelta.problem.exchanges import exchange
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import relative_error, same_bits
 
+from ..support.cases import BF16, FP32, Case
+from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import relative_error, same_bits
 from ..support.ranks import SHARED, Cut, Found, incoming_of, results_of
 from .calls import KIMI, UNBOUNDED, first_configurations
 

@@ -18,23 +18,23 @@ import flashdelta as fd
 from flashdelta.hopper import decode as hopper_decode
 from flashdelta.hopper import wy as hopper_wy
 from flashdelta.problem.operations import PRECISIONS
-from flashdelta.testing.cases import BF16, BY_NAME, FP32, named
-from flashdelta.testing.decoding import SINGLE_BF16, STEPS, make_step
-from flashdelta.testing.fused import FUSED_STEPS, make_fused
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
-from flashdelta.testing.layer import gradients as layer_gradients
-from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
-from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.triton import decode as triton_decode
 
 from ..support.buffers import BY_NAME as BUFFERS
 from ..support.buffers import buffer_call
+from ..support.cases import BF16, BY_NAME, FP32, named
+from ..support.decoding import SINGLE_BF16, STEPS, make_step
 from ..support.decoding_checks import HOPPER_REPLAYED, REPLAYED, check_replay
+from ..support.fused import FUSED_STEPS, make_fused
 from ..support.fused_checks import HOPPER_FUSED
 from ..support.gradients import gradients, incoming
+from ..support.inputs import make_call
+from ..support.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
+from ..support.layer import gradients as layer_gradients
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.ranks import Cut, incoming_of
+from ..support.wy import WyCase, make_wy
 from .calls import KIMI, UNBOUNDED, in_steps, on_gpu, whole_heads
 
 CASES = [

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from flashdelta.testing.cases import BF16
-from flashdelta.testing.prefills import INPUTS, PLAIN, SIZES, prefill_call, sized
 from flashdelta.tools.export.bindings import Library
 
+from ..support.cases import BF16
+from ..support.prefills import INPUTS, PLAIN, SIZES, prefill_call, sized
 from .c_library import c_decode, c_prefill, library_for_this_gpu
 from .sanitized import on_device
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, BOUNDED, FP32, Case, case_id
-from flashdelta.testing.oracle import tolerance_of
 
+from ..support.cases import BF16, BOUNDED, FP32, Case, case_id
+from ..support.oracle import tolerance_of
 from .calls import KIMI, gpu_call, hold
 
 pytestmark = pytest.mark.gpu

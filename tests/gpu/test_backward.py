@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.oracle import poisoned_memory
 
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
 from ..support.gradients import (
     INPUTS,
     assert_first_is_its_own,
@@ -24,6 +23,7 @@ from ..support.gradients import (
     relative_errors,
     true_gradients,
 )
+from ..support.oracle import poisoned_memory
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu

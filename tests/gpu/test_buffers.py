@@ -8,18 +8,6 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.decoding import memory_of
-from flashdelta.testing.inputs import TOKEN_TENSORS
-from flashdelta.testing.oracle import (
-    as_recurrent,
-    assert_close,
-    covered_tokens,
-    one_rounding,
-    poisoned_memory,
-    same_bits,
-    tolerance_of,
-)
 
 from ..support.buffers import (
     BY_NAME,
@@ -32,6 +20,18 @@ from ..support.buffers import (
     by_pieces,
     untouched_rows,
     with_memory_of_its_own,
+)
+from ..support.cases import BF16, FP32, Case
+from ..support.decoding import memory_of
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import (
+    as_recurrent,
+    assert_close,
+    covered_tokens,
+    one_rounding,
+    poisoned_memory,
+    same_bits,
+    tolerance_of,
 )
 from .calls import (
     CALLS_TO_A_REPLAY,

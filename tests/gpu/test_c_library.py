@@ -15,12 +15,12 @@ import torch
 
 import flashdelta as fd
 from flashdelta.problem.operations import PRECISIONS
-from flashdelta.testing.cases import BF16, Case, case_id
-from flashdelta.testing.oracle import TOLERANCE, assert_close, relative_error, same_bits
-from flashdelta.testing.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from flashdelta.tools.export.bindings import FlashdeltaError, Library, PrefillArgs
 
+from ..support.cases import BF16, Case, case_id
 from ..support.exports import ROOT
+from ..support.oracle import TOLERANCE, assert_close, relative_error, same_bits
+from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from ..support.shared import folder_of_run
 from .c_library import GIVEN, c_decode, c_prefill, can_build, library_for_this_gpu
 from .calls import assert_same_bits, captured

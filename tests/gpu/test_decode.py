@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, case_id
-from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step
-from flashdelta.testing.inputs import TOKEN_TENSORS, narrow
-from flashdelta.testing.oracle import assert_close, float64, one_rounding, relative_error, same_bits
 
+from ..support.cases import BF16, FP32, case_id
+from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
     OTHER_ROUNDS,
@@ -32,6 +30,8 @@ from ..support.decoding_checks import (
     counts_of,
     replay_buffer,
 )
+from ..support.inputs import TOKEN_TENSORS, narrow
+from ..support.oracle import assert_close, float64, one_rounding, relative_error, same_bits
 from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, overlapping, peer, whole_heads, write_late
 from .calls import KIMI as PROMPT
 

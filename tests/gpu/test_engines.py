@@ -1,7 +1,7 @@
 """Engine-shaped calls through the integrations on a GPU: rounds of random arrivals, CUDA graphs, and beside the engines' own
 Triton kernels on the same tensors.
 
-The latter want `FLASHDELTA_ENGINES`: a folder made by `python -m flashdelta.testing.engine_kernels WHEELS FOLDER`.
+The latter want `FLASHDELTA_ENGINES`: a folder made by `python -m tests.support.engine_kernels WHEELS FOLDER`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from flashdelta.integrations import _vllm
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.engine_kernels import ENVIRONMENT, STEP, own_functions
-from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_sequence
-from flashdelta.testing.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 
+from ..support.cases import BF16, FP32
+from ..support.engine_kernels import ENVIRONMENT, STEP, own_functions
+from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_sequence
+from ..support.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 from ..support.serving import serve, serve_steps
 from .calls import captured, compilations
 

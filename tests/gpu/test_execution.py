@@ -20,13 +20,13 @@ from benchmarks.timing import profiled
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.program.workspace import sizes
 from flashdelta.runtime.call import check
-from flashdelta.testing import prefills
-from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.decoding import Step, make_step, memory_of
-from flashdelta.testing.oracle import covered_tokens, poisoned_memory, same_bits, truth
-from flashdelta.testing.wy import WyCase, make_wy
+from tests.support import prefills
 
+from ..support.cases import BF16, FP32, Case, case_id
+from ..support.decoding import Step, make_step, memory_of
+from ..support.oracle import covered_tokens, poisoned_memory, same_bits, truth
 from ..support.pools import PoolCase
+from ..support.wy import WyCase, make_wy
 from .calls import (
     BOTH,
     CALLS_TO_A_REPLAY,

@@ -9,9 +9,9 @@ import torch
 
 import flashdelta as fd
 from benchmarks.contenders import shared
-from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
-from flashdelta.testing.oracle import chunked_truth, relative_error, rounding_error
 
+from ..support.cases import BF16, BY_NAME, Case, case_id
+from ..support.oracle import chunked_truth, relative_error, rounding_error
 from .calls import KIMI, gpu_call, peer
 
 pytestmark = pytest.mark.gpu

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.fused import FUSED_STEPS, FusedStep, expected_fused, make_fused
-from flashdelta.testing.oracle import TOLERANCE, assert_close, same_bits
 
+from ..support.fused import FUSED_STEPS, FusedStep, expected_fused, make_fused
 from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused, heads_of
+from ..support.oracle import TOLERANCE, assert_close, same_bits
 from .calls import CALLS_TO_A_REPLAY, captured, overlapping, write_late
 
 pytestmark = pytest.mark.gpu

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, BOUNDED, FP32, HARD_CASES, Case, case_id
-from flashdelta.testing.oracle import chunked_truth
 
+from ..support.cases import BF16, BOUNDED, FP32, HARD_CASES, Case, case_id
+from ..support.oracle import chunked_truth
 from .calls import KIMI, UNBOUNDED, check, gpu_call, hold, slack_of
 
 pytestmark = pytest.mark.gpu

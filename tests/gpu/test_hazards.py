@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import flashdelta
-from flashdelta.testing.cases import BF16
 
+from ..support.cases import BF16
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu

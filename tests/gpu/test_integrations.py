@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashdelta as fd
 from flashdelta.backends import KERNEL
 from flashdelta.runtime.call import public_call
-from flashdelta.testing.cases import BF16
-from flashdelta.testing.oracle import relative_error
 
+from ..support.cases import BF16
+from ..support.oracle import relative_error
 from ..support.pace import MOST_YARDSTICKS, pace, yardstick
 from .calls import KIMI, gpu_call
 

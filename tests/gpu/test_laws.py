@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, narrow, sequence_calls
-from flashdelta.testing.oracle import same_bits
 
+from ..support.cases import BF16, FP32, Case
+from ..support.inputs import TOKEN_TENSORS, narrow, sequence_calls
+from ..support.oracle import same_bits
 from .calls import KIMI, assert_same_bits, gpu_call, joined, requested_bytes
 
 pytestmark = pytest.mark.gpu

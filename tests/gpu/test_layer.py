@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.layer import (
+
+from ..support.layer import (
     CONVOLUTION_BY_NAME,
     CONVOLUTION_CASES,
     NORM_CASES,
@@ -24,8 +25,7 @@ from flashdelta.testing.layer import (
     make_norm,
     normed_by_rows,
 )
-from flashdelta.testing.oracle import poisoned_memory, relative_error, same_bits
-
+from ..support.oracle import poisoned_memory, relative_error, same_bits
 from .calls import CALLS_TO_A_REPLAY, captured
 
 pytestmark = pytest.mark.gpu

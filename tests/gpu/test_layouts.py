@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.oracle import poisoned_memory, truth
 
+from ..support.cases import BF16, FP32, Case
+from ..support.oracle import poisoned_memory, truth
 from .calls import CALLS_TO_A_REPLAY, KIMI, check, gpu_call, hold
 
 pytestmark = pytest.mark.gpu

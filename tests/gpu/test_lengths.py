@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import sequence_calls
-from flashdelta.testing.oracle import chunked_truth, lengths_of, same_bits, tolerance_of
 
+from ..support.cases import BF16, FP32, Case
+from ..support.inputs import sequence_calls
+from ..support.oracle import chunked_truth, lengths_of, same_bits, tolerance_of
 from .calls import assert_same_bits, gpu_call, hold, hold_each, joined, lengths_between, of_sequence, poisoned
 
 pytestmark = pytest.mark.gpu

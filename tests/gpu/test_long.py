@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
-from flashdelta.testing.oracle import chunked_truth
 
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
+from ..support.inputs import TOKEN_TENSORS, sequence_calls
+from ..support.oracle import chunked_truth
 from .calls import KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold, of_sequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_memory")]

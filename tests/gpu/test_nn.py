@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flashdelta.nn import KimiDeltaAttention, import_weights
-from flashdelta.testing.oracle import assert_close, relative_error
 from flashdelta.tools.cli.batching import Batch, make_requests, serve
 from flashdelta.tools.cli.demo import load_demo_model
 
 from ..support.layers import check_joining, check_packed, check_pool, make_layer, rows
+from ..support.oracle import assert_close, relative_error
 from .calls import CALLS_TO_A_REPLAY, captured
 
 pytestmark = pytest.mark.gpu

@@ -14,15 +14,15 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from flashdelta.parallel import context_parallel
 from flashdelta.problem import device_checks
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import float64, same_bits
-from flashdelta.testing.processes import on_processes
-from flashdelta.testing.virtual import VirtualRank, on_ranks
 
+from ..support.cases import BF16, FP32, Case
 from ..support.examples import trains_on_one_curve
+from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import float64, same_bits
+from ..support.processes import on_processes
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
+from ..support.virtual import VirtualRank, on_ranks
 from .calls import KIMI
 from .ranks import CASES, TOLD, WAYS, cut_of, layered, lose_a_rank, trained, work, work_of_more
 

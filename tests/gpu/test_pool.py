@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.inputs import TOKEN_TENSORS
-from flashdelta.testing.oracle import (
+
+from ..support.cases import BF16, FP32
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import (
     assert_close,
     covered_tokens,
     one_rounding,
@@ -18,7 +19,6 @@ from flashdelta.testing.oracle import (
     same_bits,
     tolerance_of,
 )
-
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,

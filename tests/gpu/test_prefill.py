@@ -13,12 +13,12 @@ import flashdelta as fd
 from flashdelta.problem.arguments import Operation
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as road
-from flashdelta.testing.cases import FP32, Case, case_id
-from flashdelta.testing.inputs import LAYOUTS
-from flashdelta.testing.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
-from flashdelta.testing.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from flashdelta.triton.build import build
 
+from ..support.cases import FP32, Case, case_id
+from ..support.inputs import LAYOUTS
+from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
+from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from .calls import CALLS_TO_A_REPLAY, assert_same_bits, requested_bytes
 
 pytestmark = pytest.mark.gpu

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from flashdelta.testing.oracle import poisoned_memory
-from flashdelta.testing.processes import on_processes
-from flashdelta.testing.virtual import on_ranks
-
 from ..support import replay_checks as checks
-from ..support.cases import PAIRS, Row, pair_id
-from ..support.inputs import LAYOUTS, drawn, rotated
+from ..support.layouts import LAYOUTS, drawn, rotated
+from ..support.oracle import poisoned_memory
+from ..support.processes import on_processes
 from ..support.ranks import Found
 from ..support.replay_checks import check_loss, check_ranks, check_row, check_slices, on_rank
 from ..support.replays import Replays, counting
+from ..support.rows import PAIRS, Row, pair_id
+from ..support.virtual import on_ranks
 
 pytestmark = pytest.mark.gpu
 

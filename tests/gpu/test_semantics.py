@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, Case, case_id, named
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import assert_close, same_bits
 
+from ..support.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, Case, case_id, named
+from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import assert_close, same_bits
 from ..support.readouts import OPERATORS, check_layer, check_readout
 from .calls import KIMI, UNBOUNDED, assert_same_bits, check, gpu_call, on_gpu
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.decoding import untouched
-from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
-from flashdelta.testing.oracle import (
+
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
+from ..support.decoding import untouched
+from ..support.inputs import TOKEN_TENSORS, sequence_calls
+from ..support.oracle import (
     assert_close,
     covered_tokens,
     float64,
@@ -20,7 +21,6 @@ from flashdelta.testing.oracle import (
     same_bits,
     tolerance_of,
 )
-
 from ..support.pools import PoolCase, memory_of, pool_truth
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold_each, of_sequence, on_gpu
 from .test_pool import PREFILL, gpu_pool_call

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from flashdelta.hopper import recurrence
-from flashdelta.testing.cases import FP32, HARD_CASES, Case
-from flashdelta.testing.oracle import rounding_error, truth
 
+from ..support.cases import FP32, HARD_CASES, Case
 from ..support.decays import KINDS, decays_call
+from ..support.oracle import rounding_error, truth
 from ..support.pools import CHECKPOINT_POOLS
 from . import (
     test_buffers,

@@ -9,10 +9,10 @@ import torch
 
 import flashdelta as fd
 from flashdelta.hopper import recurrence
-from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
-from flashdelta.testing.oracle import covered_tokens, lengths_of, same_bits
 
+from ..support.cases import BF16, FP32, Case, case_id
+from ..support.inputs import TOKEN_TENSORS, sequence_calls
+from ..support.oracle import covered_tokens, lengths_of, same_bits
 from ..support.pools import PoolCase, gathered_and_scattered, memory_of
 from ..support.stream_k import Work
 from .calls import (

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
-from flashdelta.testing.cases import FP32
-from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
 
+from ..support.cases import FP32
 from ..support.gradients import INPUTS, gradients, incoming
+from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..unit.test_training import example
 from .calls import CALLS_TO_A_REPLAY, KIMI, gpu_call
 

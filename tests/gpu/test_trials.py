@@ -11,11 +11,11 @@ import torch
 import flashdelta as fd
 from flashdelta.hopper import segments
 from flashdelta.runtime.call import CACHE
-from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import chunked_truth, covered_tokens, relative_error, same_bits
 from flashdelta.tools.devices import capture
 
+from ..support.cases import BF16, FP32, Case, case_id
+from ..support.inputs import make_call
+from ..support.oracle import chunked_truth, covered_tokens, relative_error, same_bits
 from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved
 from .calls import KIMI, UNBOUNDED, assert_same_bits, hold, poisoned
 

@@ -10,10 +10,10 @@ import torch
 
 import flashdelta as fd
 from benchmarks.contenders import fla_wy
-from flashdelta.testing.cases import case_id
-from flashdelta.testing.oracle import poisoned_memory
-from flashdelta.testing.wy import BY_NAME, NAMES, WyCase, errors, exact, make_wy
 
+from ..support.cases import case_id
+from ..support.oracle import poisoned_memory
+from ..support.wy import BY_NAME, NAMES, WyCase, errors, exact, make_wy
 from .calls import CALLS_TO_A_REPLAY, peer
 
 pytestmark = pytest.mark.gpu

@@ -12,12 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
 from flashdelta.runtime import autograd
-from flashdelta.testing.cases import BF16, BY_NAME, HARD_CASES, LENGTH_CASES, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import as_recurrent, poisoned_memory
 from flashdelta.triton import gradients as kernels
 from flashdelta.triton import segments, wy
 
+from ..support.cases import BF16, BY_NAME, HARD_CASES, LENGTH_CASES, Case, case_id
 from ..support.gradients import (
     assert_nan_stays,
     check_gate_sums,
@@ -26,6 +24,8 @@ from ..support.gradients import (
     relative_errors,
     true_gradients,
 )
+from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import as_recurrent, poisoned_memory
 
 TOLERANCE = 3e-4
 """Of each gradient's norm, and of the largest gradient's: one that is nearly zero is what is left of larger terms."""

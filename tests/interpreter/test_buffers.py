@@ -9,17 +9,6 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP16, FP32
-from flashdelta.testing.decoding import memory_of
-from flashdelta.testing.oracle import (
-    TOLERANCE,
-    as_recurrent,
-    assert_close,
-    covered_tokens,
-    poisoned_memory,
-    same_bits,
-    state_tolerance,
-)
 
 from ..support.buffers import (
     BY_NAME,
@@ -29,6 +18,17 @@ from ..support.buffers import (
     buffer_truth,
     by_pieces,
     untouched_rows,
+)
+from ..support.cases import BF16, FP16, FP32
+from ..support.decoding import memory_of
+from ..support.oracle import (
+    TOLERANCE,
+    as_recurrent,
+    assert_close,
+    covered_tokens,
+    poisoned_memory,
+    same_bits,
+    state_tolerance,
 )
 
 SIZES: dict[str, dict] = {

@@ -7,10 +7,10 @@ import torch
 
 import flashdelta as fd
 from flashdelta.runtime.warmup import WARM_MANY
-from flashdelta.testing.cases import BF16, FP32, case_id
-from flashdelta.testing.decoding import BY_NAME, STEPS, Step
 from flashdelta.triton import decode
 
+from ..support.cases import BF16, FP32, case_id
+from ..support.decoding import BY_NAME, STEPS, Step
 from ..support.decoding_checks import (
     REPLAYED,
     SPOILT,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
-from flashdelta.testing.oracle import assert_close, same_bits
 
+from ..support.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
 from ..support.fused_checks import chain, check_fused
+from ..support.oracle import assert_close, same_bits
 
 
 @pytest.mark.parametrize("step", FUSED_STEPS, ids=lambda step: step.name)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import (
+
+from ..support.cases import (
     BY_NAME,
     CASES,
     FP16,
@@ -24,8 +25,8 @@ from flashdelta.testing.cases import (
     case_id,
     named,
 )
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
-from flashdelta.testing.oracle import (
+from ..support.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
+from ..support.oracle import (
     TOLERANCE,
     as_recurrent,
     assert_close,
@@ -36,7 +37,6 @@ from flashdelta.testing.oracle import (
     poisoned_memory,
     same_bits,
 )
-
 from ..support.readouts import OPERATORS, check_layer, check_readout
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.layer import (
+from flashdelta.triton import convolution as triton_convolution
+
+from ..support.layer import (
     CONVOLUTION_BY_NAME,
     CONVOLUTION_CASES,
     NORM_BY_NAME,
@@ -23,8 +25,7 @@ from flashdelta.testing.layer import (
     make_norm,
     normed_by_rows,
 )
-from flashdelta.testing.oracle import poisoned_memory, same_bits
-from flashdelta.triton import convolution as triton_convolution
+from ..support.oracle import poisoned_memory, same_bits
 
 close = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 norm = partial(fd.gated_rms_norm, backend="triton")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashdelta.testing.oracle import poisoned_memory
-
 from ..support.layers import make_layer, rows
+from ..support.oracle import poisoned_memory
 
 FP32 = torch.float32
 

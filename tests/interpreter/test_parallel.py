@@ -10,12 +10,12 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.parallel import context_parallel
-from flashdelta.testing.cases import Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import float64, same_bits
-from flashdelta.testing.virtual import on_ranks
 
+from ..support.cases import Case
+from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import float64, same_bits
 from ..support.ranks import Cut, Found, incoming_of
+from ..support.virtual import on_ranks
 
 TOLERANCE = 2e-5
 

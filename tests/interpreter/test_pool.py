@@ -11,8 +11,10 @@ import triton.language as tl
 from hypothesis import given, settings
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP16, FP32
-from flashdelta.testing.oracle import (
+from flashdelta.triton.device.sequences import find_chunk
+
+from ..support.cases import BF16, FP16, FP32
+from ..support.oracle import (
     TOLERANCE,
     assert_close,
     covered_tokens,
@@ -20,8 +22,6 @@ from flashdelta.testing.oracle import (
     same_bits,
     state_tolerance,
 )
-from flashdelta.triton.device.sequences import find_chunk
-
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,

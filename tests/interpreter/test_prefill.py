@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import Case, case_id
-from flashdelta.testing.oracle import poisoned_memory, relative_error, same_bits
-from flashdelta.testing.prefills import HARD, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from flashdelta.triton import recurrence
+
+from ..support.cases import Case, case_id
+from ..support.oracle import poisoned_memory, relative_error, same_bits
+from ..support.prefills import HARD, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 
 ONE = replace(PLAIN, H=1, HV=1, T=17)
 LENGTHS = (0, 1, 17, 64, 131)

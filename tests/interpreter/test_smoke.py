@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 import flashdelta as fd
-from flashdelta.testing.cases import BY_NAME
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import assert_right, poisoned_memory
 from flashdelta.triton import prepare
 
+from ..support.cases import BY_NAME
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
+from ..support.inputs import make_call
+from ..support.oracle import assert_right, poisoned_memory
 
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["prepare", "prepare_bounded"])

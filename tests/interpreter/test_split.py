@@ -9,9 +9,9 @@ import torch
 
 import flashdelta as fd
 from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
-from flashdelta.testing.oracle import assert_close
 from flashdelta.triton.segments import plan_kernel
 
+from ..support.oracle import assert_close
 from ..support.split_cases import COSTS, forced, offsets, split_call, split_pool_call
 
 TOLERANCE = 2e-5

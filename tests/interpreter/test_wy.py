@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.oracle import poisoned_memory
-from flashdelta.testing.wy import BY_NAME, CASES, WyCase, errors, exact, make_wy
 from flashdelta.triton import wy
+
+from ..support.oracle import poisoned_memory
+from ..support.wy import BY_NAME, CASES, WyCase, errors, exact, make_wy
 
 SMALL = [
     replace(case, HV=case.HV if case.H != case.HV else 1, H=1 if case.H == case.HV else case.H, T=min(case.T, 66))

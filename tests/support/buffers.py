@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, BOUNDED, FP32, Case
-from flashdelta.testing.decoding import amid, untouched
-from flashdelta.testing.inputs import TOKEN_TENSORS, Source, make_call
-from flashdelta.testing.oracle import as_recurrent, float64
 
+from .cases import BF16, BOUNDED, FP32, Case
+from .decoding import amid, untouched
+from .inputs import TOKEN_TENSORS, Source, make_call
+from .oracle import as_recurrent, float64
 from .pools import copied, cuts, initial_states, sequences, slot_named, without_pool
 
 INT32 = torch.int32

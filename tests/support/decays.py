@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.inputs import make_call
-
 from ..gpu.calls import UNBOUNDED
+from .cases import BF16, FP32
+from .inputs import make_call
 
 KINDS = (
     "channels gone at once",

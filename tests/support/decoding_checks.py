@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.decoding import (
+
+from .decoding import (
     BY_NAME,
     STEPS,
     WRITTEN,
@@ -21,8 +22,8 @@ from flashdelta.testing.decoding import (
     memory_of,
     untouched,
 )
-from flashdelta.testing.inputs import Source
-from flashdelta.testing.oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
+from .inputs import Source
+from .oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
 
 BF16 = torch.bfloat16
 

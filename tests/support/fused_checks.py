@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.decoding import memory_of, untouched
-from flashdelta.testing.fused import EPS, FUSED_BY_NAME, FusedExpected, FusedStep, expected_fused, make_fused
-from flashdelta.testing.oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
 
+from .decoding import memory_of, untouched
 from .decoding_checks import compared_rows
+from .fused import EPS, FUSED_BY_NAME, FusedExpected, FusedStep, expected_fused, make_fused
+from .oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
 
 _PLAIN = (
     "one",

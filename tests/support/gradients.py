@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.inputs import TOKEN_TENSORS
-from flashdelta.testing.oracle import covered_tokens, float64
 from flashdelta.triton.finish import gate_sums_kernel
+
+from .inputs import TOKEN_TENSORS
+from .oracle import covered_tokens, float64
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 

@@ -1,129 +1,348 @@
-"""Arguments in every memory layout, with new numbers at every call."""
+"""From a `Case` to the arguments of `chunk_kda`: seeded, on any device, the hard inputs included."""
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flashdelta.runtime.call import CALLS as PUBLIC
-from flashdelta.runtime.call import check
-
-from .cases import Row
+from .cases import Case
 
 
-def around(x: Tensor, *before_after: int) -> Tensor:
-    """A copy amid NaN, or amid what no index may be; as `torch.nn.functional.pad` counts."""
-    fill = torch.nan if x.is_floating_point() else 0 if x.dtype == torch.bool else torch.iinfo(x.dtype).min
-    return torch.nn.functional.pad(x, before_after, value=fill)
+def make_call(
+    case: Case, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
+) -> dict:
+    """Arguments of `chunk_kda` for `case`, with `dtype` tensors.
+
+    Drawn in float32 (float64 for float64) from a generator seeded by the case's name, then rounded: a case holds the
+    same numbers in every dtype up to rounding.
+    """
+    source = Source(dtype, device, zlib.crc32(case.name.encode()) + seed)
+    call = token_tensors(source, case, dtype) | gate_parameters(source, case)
+    if case.state is not None:
+        call["initial_state"] = initial_state(source, case)
+    return call | packed_offsets(case, device) | settings(case)
 
 
-def _expanded(x: Tensor) -> Tensor:
-    dim = next((i for i, n in enumerate(x.shape[:-1]) if n > 1), 0)
-    return x.narrow(dim, 0, 1).clone().expand_as(x)
+def token_tensors(source: Source, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`q`, `k`, `v`, `g` and `beta`."""
+    B, T, H, HV, K, V = case.batch, case.tokens, case.H, case.HV, case.K, case.V
+    tensors = {
+        "q": source.normal(B, T, H, K),
+        "k": source.normal(B, T, H, K),
+        "v": source.normal(B, T, HV, V),
+        "g": log_decays(source, case) if case.gate == "none" else source.normal(B, T, HV, K),
+        "beta": source.uniform(B, T, HV) if case.beta == "value" else source.normal(B, T, HV),
+    }
+    if not case.l2norm:
+        tensors["q"], tensors["k"] = (torch.nn.functional.normalize(tensors[name], dim=-1) for name in "qk")
+    if case.gate == "logsigmoid":
+        tensors["g"] = tensors["g"] + 2.0
+    if case.hard == "nan":
+        begin, length = case.lengths[0], case.lengths[1]
+        for x in tensors.values():
+            x[:, begin : begin + length] = torch.nan
+    if case.hard in HARD:
+        HARD[case.hard](tensors, source)
+    wide = ("g", "beta") if case.wide_gate else ()
+    tensors = {name: x.to(source.wide if name in wide else dtype) for name, x in tensors.items()}
+    return LAYOUTS[case.layout](tensors)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x.contiguous().clone(),
-    "expanded": _expanded,
-    "stride 0 in the last dimension": lambda x: x[..., :1].clone().expand_as(x),
-    "stride 0": lambda x: x.flatten()[:1].clone().expand(x.shape),
-    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() < 3 else x.mT.contiguous().mT,
-    "every second": lambda x: around(x[..., None], 0, 1)[..., 0],
-    "offset": lambda x: around(x.flatten(), 1, 0)[1:].view(x.shape),
-    "padded rows": lambda x: around(x, 0, 4)[..., :-4],
-    "padded": lambda x: around(x.flatten(1) if x.dim() > 1 else x, 0, 16)[..., :-16].unflatten(
-        -1, x.shape[1:] or x.shape
-    ),
+def packed_offsets(case: Case, device: str | torch.device) -> dict[str, Tensor]:
+    if case.lengths is None:
+        return {}
+    return {"cu_seqlens": torch.tensor([0, *case.lengths]).cumsum(0).to(case.offsets_dtype).to(device)}
+
+
+def settings(case: Case) -> dict:
+    """The arguments that are no tensors."""
+    asked: dict = {"use_qk_l2norm_in_kernel": case.l2norm}
+    if case.gate in ("softplus", "lower_bound"):
+        bound = case.lower_bound if case.gate == "lower_bound" else None
+        asked |= {"use_gate_in_kernel": True, "lower_bound": bound}
+    elif case.gate == "logsigmoid":
+        asked["gate"] = "logsigmoid"
+    if case.beta != "value":
+        asked |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.beta == "double_logit"}
+    if case.scale is not None:
+        asked["scale"] = case.scale
+    return asked | {
+        "safe_gate": case.safe,
+        "chunk_size": case.chunk_size,
+        "output_final_state": case.final,
+        "return_intermediate_states": case.h,
+        "state_v_first": case.v_first,
+    }
+
+
+class Source:
+    """Seeded random tensors on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device, seed: int) -> None:
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device = device
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device, dtype=self.wide)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, device=self.device, dtype=self.wide)
+
+
+def log_decays(source: Source, case: Case) -> Tensor:
+    """Mostly slow, some at the far end: down to -5 if that is promised, to about -50 otherwise."""
+    shape = (case.batch, case.tokens, case.HV, case.K)
+    if case.memory == "long":
+        rate = (source.uniform(case.HV, case.K) * 9 - 8).exp()
+        return -(rate * source.uniform(*shape)).clamp(max=5.0 if case.safe else 50.0)
+    if case.safe:
+        return -5.0 * source.uniform(*shape) ** 6
+    return -(1.5 * source.normal(*shape) - 2.0).exp().clamp(max=50.0)
+
+
+def gate_parameters(source: Source, case: Case) -> dict:
+    """`A_log` and `dt_bias` of the gates that have them."""
+    if case.gate not in ("softplus", "lower_bound"):
+        return {}
+    A_log, dt_bias = MEMORY[case.memory](source, case.HV, case.K)
+    parameters = {}
+    if case.has_A_log:
+        parameters["A_log"] = A_log.view(1, 1, case.HV, 1) if case.broad_parameters else A_log
+    if case.has_dt_bias:
+        parameters["dt_bias"] = dt_bias if case.broad_parameters else dt_bias.flatten()
+    return parameters
+
+
+def _short(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return 2.0 * source.uniform(HV) - 1.0, source.normal(HV, K) - 2.0
+
+
+def _long(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return 0.5 * source.normal(HV), source.uniform(HV, K) * 9 - 8
+
+
+def _new(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return (source.uniform(HV) * 15 + 1).log(), 0.5 * source.normal(HV, K)
+
+
+def _random(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return 0.0 * source.uniform(HV), 0.0 * source.uniform(HV, K)
+
+
+def _slow(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    A_log = -0.5 * source.uniform(HV)
+    rate, memory = A_log.exp()[:, None], 2.0 * 500.0 ** source.uniform(HV, K)
+    # by the mean decay: exp(rate * x) of a normal x is exp(rate ** 2 / 2) in the mean
+    return A_log, (1.0 / (5.0 * memory)).logit() / rate - 0.5 * rate
+
+
+MEMORY = {"short": _short, "long": _long, "new": _new, "random": _random, "slow": _slow}
+"""`A_log` and `dt_bias` by how long channels remember. "short": tens of tokens. "long": some forget within a token and others
+remember hundreds, so an error in the state that passes between chunks shows in the outputs. "new": as models are initialised,
+all gone after a few tokens. "random": no parameters, so that all is gone within a token. "slow": under a bound of -5, channels
+remember 2 to 1,000 tokens, spread evenly over the logarithm."""
+
+
+def initial_state(source: Source, case: Case) -> Tensor:
+    state = source.normal(case.sequences, *case.state_shape).to(case.state)
+    if case.hard != "strided_state":
+        return state
+    padded = state.new_full((*state.shape[:-1], 2 * state.shape[-1]), torch.nan)
+    padded[..., ::2] = state
+    return padded[..., ::2]
+
+
+# ---- hard inputs: each changes the tensors in place ----------------------------------------------------------------
+
+
+def _fill(name: str, value: float):
+    def change(t: dict, source: Source) -> None:
+        t[name].fill_(value)
+
+    return change
+
+
+def _same_keys(beta: float):
+    def change(t: dict, source: Source) -> None:
+        t["k"].copy_(t["k"][:, :1].clone().expand_as(t["k"]))
+        t["g"].zero_()
+        t["beta"].fill_(beta)
+
+    return change
+
+
+def _signs(name: str, size: float):
+    def change(t: dict, source: Source) -> None:
+        t[name].copy_(t[name].sign() * size)
+
+    return change
+
+
+def _mixed_decays(t: dict, source: Source) -> None:
+    t["g"].zero_()
+    t["g"][..., ::2] = -50.0
+
+
+def _forget(t: dict, source: Source) -> None:
+    t["g"][:, 5::13] = -torch.inf
+
+
+def _alternating_decays(t: dict, source: Source) -> None:
+    t["g"].zero_()
+    t["g"][:, 1::2] = -30.0
+
+
+def _forget_channels(t: dict, source: Source) -> None:
+    t["g"].zero_()
+    t["g"][:, 5::13, :, ::2] = -torch.inf
+
+
+def _key_norms(t: dict, source: Source) -> None:
+    k = torch.nn.functional.normalize(t["k"], dim=-1)
+    k[:, ::3] *= 1e-4
+    k[:, 1::3] *= 50.0
+    t["k"].copy_(k)
+
+
+def _zero_rows(t: dict, source: Source) -> None:
+    t["q"][:, ::3] = 0.0
+    t["k"][:, ::5] = 0.0
+
+
+def _beta_to_2(t: dict, source: Source) -> None:
+    t["beta"].mul_(1.99)
+
+
+HARD = {
+    "same_keys": _same_keys(1.0),
+    "same_keys_2": _same_keys(1.9375),
+    "pinned": _fill("g", 50.0),
+    "g-5": _fill("g", -5.0),
+    "g0": _fill("g", 0.0),
+    "g-50": _fill("g", -50.0),
+    "g-1e4": _fill("g", -1e4),
+    "g_mixed": _mixed_decays,
+    "g_alternating": _alternating_decays,
+    "forget": _forget,
+    "forget_channels": _forget_channels,
+    "raw_1000": _signs("g", 1000.0),
+    "zero_rows": _zero_rows,
+    "key_norms": _key_norms,
+    "beta_zero": _fill("beta", 0.0),
+    "beta_to_2": _beta_to_2,
+    "beta_saturated": _signs("beta", 100.0),
 }
 
 
-def lay(x: Tensor, layout: str) -> Tensor:
-    """A copy that lies so, of the same numbers where it may have them all."""
-    return LAYOUTS[layout](x) if x.numel() > 0 else x
+# ---- memory layouts ------------------------------------------------------------------------------------------------
 
 
-def without_repeats(x: Tensor) -> Tensor:
-    """Each element of the memory once."""
-    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+def _head_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-REPEATS = ("expanded", "stride 0 in the last dimension", "stride 0")
-"""Layouts that give elements the same number, which indices must not have."""
-
-GRADIENTS = ("gradient of o", "gradient of the state")
+def _last_dim_strided(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-def fresh(row: Row, seed: int, device: str = "cpu") -> dict:
-    """The row's call with other numbers, of the same signs and no larger: what is an index stays."""
-    call, source = row.make(), torch.Generator().manual_seed(zlib.crc32(row.name.encode()) + seed)
-    for name, x in call.items():
-        if isinstance(x, Tensor):
-            if x.is_floating_point() and name not in row.tied:
-                x = (x * (0.5 + 0.5 * torch.rand(x.shape, generator=source))).to(x.dtype)
-            call[name] = x.to(device)
+def _tokens_innermost(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
+
+
+def _expanded(x: Tensor) -> Tensor:
+    """Every head reads the first one's memory, and every batch row the first row's."""
+    return x[:1, :, :1].expand_as(x)
+
+
+def _odd_offset(x: Tensor) -> Tensor:
+    return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Rows 4 elements longer than they need: 8 bytes in half precision, 16 in fp32."""
+    rows = torch.cat([x.flatten(2), x.new_full((*x.shape[:2], 4), torch.nan)], dim=-1)
+    return rows[..., :-4].unflatten(-1, x.shape[2:])
+
+
+def _each(place: Callable[[Tensor], Tensor]) -> Callable[[dict], dict]:
+    return lambda t: {name: place(x) for name, x in t.items()}
+
+
+def _fused(t: dict) -> dict:
+    """Slices of one `[B, T, sum of widths]` buffer: dense rows, one long token stride. Tensors must share a dtype."""
+    widths = [x[0, 0].numel() if x.shape[0] * x.shape[1] else 0 for x in t.values()]
+    buffer = torch.cat([x.flatten(2) for x in t.values()], dim=-1)
+    slices = buffer.split(widths, dim=-1)
+    return {name: s.unflatten(-1, x.shape[2:]) for (name, x), s in zip(t.items(), slices)}
+
+
+def _mixed(t: dict, beside: int = 0) -> dict:
+    """`q`, `k` and `v` of a token in one row, for `recurrent_kda`; `beside` more elements between two of them."""
+    rows = torch.cat([t[name].flatten(2).flatten(0, 1) for name in "qkv"], dim=-1)
+    between = rows.new_full((len(rows), beside), torch.nan)
+    mixed = torch.cat([rows, between], dim=-1)[:, : rows.shape[1]]
+    return {"mixed_qkv": mixed, "g": t["g"].flatten(2).flatten(0, 1), "beta": t["beta"].flatten(0, 1)}
+
+
+LAYOUTS = {
+    "dense": _each(Tensor.contiguous),
+    "head_first": _each(_head_first),
+    "last_dim_strided": _each(_last_dim_strided),
+    "tokens_innermost": _each(_tokens_innermost),
+    "expanded": _each(_expanded),
+    "odd_offset": _each(_odd_offset),
+    "padded": _each(_padded),
+    "fused": _fused,
+    "mixed": _mixed,
+    "mixed_rows": lambda t: _mixed(t, beside=24),
+}
+
+
+# ---- several calls from one ----------------------------------------------------------------------------------------
+
+TOKEN_TENSORS = ("q", "k", "v", "g", "beta")
+
+
+def narrow(call: dict, start: int, stop: int) -> dict:
+    """The call on tokens `[start, stop)` of every batch row, without a packed layout or a state."""
+    dropped = ("cu_seqlens", "cu_seqlens_cpu", "initial_state", "out")
+    kept = {name: x for name, x in call.items() if name not in dropped}
+    return kept | {name: call[name][:, start:stop] for name in TOKEN_TENSORS}
+
+
+def sequence_calls(call: dict) -> list[dict]:
+    """Every sequence of a packed call as a call of its own, with its initial state."""
+    offsets = call["cu_seqlens"].tolist()
+    calls = []
+    for n, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        alone = narrow(call, start, stop)
+        if call.get("initial_state") is not None:
+            alone["initial_state"] = call["initial_state"][n : n + 1]
+        calls.append(alone)
+    return calls
+
+
+def on_meta(call: dict) -> dict:
+    return {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()}
+
+
+def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
+    """The call without its numbers: heads and lengths as long as a model's take no time."""
+    short = replace(case, B=1, T=1, lengths=case.lengths and (1,), H=1, HV=case.HV // case.H, unused=0)
+    call = on_meta(make_call(short, dtype))
+    for name in TOKEN_TENSORS:
+        heads = case.H if name in "qk" else case.HV
+        call[name] = call[name].new_empty(case.batch, case.tokens, heads, *call[name].shape[3:])
+    if "initial_state" in call:
+        call["initial_state"] = call["initial_state"].new_empty(case.sequences, *case.state_shape)
+    if "cu_seqlens" in call:
+        call["cu_seqlens"] = call["cu_seqlens"].new_empty(case.sequences + 1)
+    for name in {"A_log", "dt_bias"} & call.keys():
+        call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" else 1))
     return call
-
-
-def takes(row: Row, call: dict, name: str, layout: str) -> bool:
-    """Whether the operation's validation takes this tensor so."""
-    if name in GRADIENTS:
-        return True
-    x = call[name]
-    if layout in REPEATS and (not x.is_floating_point() or name in row.writes):
-        return False
-    if row.op not in PUBLIC:
-        return name not in row.writes or layout == "padded"
-    try:
-        check(row.op, **call | {name: lay(x, layout)})
-    except ValueError:
-        return False
-    return True
-
-
-def tensors_of(row: Row) -> list[str]:
-    """Names of the call's tensors, and of the gradients that come in."""
-    names = [name for name, x in row.make().items() if isinstance(x, Tensor)]
-    if not row.leaves:
-        return names
-    return [*names, *(GRADIENTS if "initial_state" in row.leaves else GRADIENTS[:1])]
-
-
-def laid_out(row: Row, call: dict, layouts: dict[str, str]) -> dict:
-    """The call with tensors in layouts by name, those left out as they are; one that is not taken so is contiguous."""
-    chosen = {
-        name: layout if takes(row, call, name, layout) else "contiguous"
-        for name, layout in layouts.items()
-        if name in call
-    }
-    return call | {name: lay(call[name], layout) for name, layout in chosen.items()}
-
-
-def rotated(row: Row, turn: int) -> dict[str, str]:
-    """Every tensor in another layout; over all turns each in each."""
-    layouts = [*LAYOUTS]
-    return {name: layouts[(i + turn) % len(layouts)] for i, name in enumerate(tensors_of(row))}
-
-
-def drawn(row: Row, seed: int) -> dict[str, str]:
-    source, layouts = torch.Generator().manual_seed(seed), [*LAYOUTS]
-    picks = torch.randint(len(layouts), (len(tensors_of(row)),), generator=source).tolist()
-    return {name: layouts[i] for name, i in zip(tensors_of(row), picks)}
-
-
-def in_one_row(call: dict, names: Sequence[str], rows: int, shared: bool) -> dict:
-    """The call with these tensors as slices of rows, in this order: of one buffer, or of one like it each."""
-    flat = {name: call[name].reshape(rows, -1) for name in names}
-    width = sum(x.shape[1] for x in flat.values())
-    buffer, begin, found = None, 0, {}
-    for name, x in flat.items():
-        if buffer is None or not shared:
-            buffer = x.new_full((rows, width), torch.nan)
-        shape, own = call[name].shape, buffer[:, begin : begin + x.shape[1]]
-        own.copy_(x)
-        leading = next(i for i in range(1, len(shape) + 1) if shape[:i].numel() == rows)
-        found[name] = own.unflatten(1, shape[leading:]).unflatten(0, shape[:leading])
-        begin += x.shape[1]
-    return call | found

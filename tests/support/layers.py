@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from flashdelta.nn import KimiDeltaAttention
-from flashdelta.testing.oracle import assert_close
+
+from .oracle import assert_close
 
 HIDDEN = 48
 LENGTHS = (7, 1, 40, 2)

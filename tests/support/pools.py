@@ -11,10 +11,11 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.runtime.torch_ops import POOL
-from flashdelta.testing.cases import BF16, BOUNDED, FP32, Case
-from flashdelta.testing.decoding import amid, memory_of, untouched
-from flashdelta.testing.inputs import TOKEN_TENSORS, Source, make_call
-from flashdelta.testing.oracle import as_recurrent, float64
+
+from .cases import BF16, BOUNDED, FP32, Case
+from .decoding import amid, memory_of, untouched
+from .inputs import TOKEN_TENSORS, Source, make_call
+from .oracle import as_recurrent, float64
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 import flashdelta as fd
 from flashdelta.parallel import ContextParallel, context_parallel
 from flashdelta.problem.border import FIRST_RANK, HALO, LAST_RANK, OPEN_IN, OPEN_OUT, counts, shard
-from flashdelta.testing.inputs import TOKEN_TENSORS
-from flashdelta.testing.virtual import on_ranks
+
+from .inputs import TOKEN_TENSORS
+from .virtual import on_ranks
 
 SHARED = ("A_log", "dt_bias")
 

@@ -10,7 +10,8 @@ import torch
 
 import flashdelta as fd
 from flashdelta.nn import KdaCache, KimiDeltaAttention
-from flashdelta.testing.oracle import TOLERANCE, relative_error
+
+from .oracle import TOLERANCE, relative_error
 
 OPERATORS = (fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda)
 TOKENS = {fd.chunk_kda: 70, fd.fused_recurrent_kda: 5, fd.recurrent_kda: 1}

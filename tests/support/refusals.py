@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP16, FP32
-from flashdelta.testing.cases import BY_NAME as CASES
-from flashdelta.testing.decoding import BY_NAME as STEPS
-from flashdelta.testing.decoding import make_step
-from flashdelta.testing.fused import FUSED_BY_NAME, make_fused
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
-from flashdelta.testing.oracle import as_recurrent
-from flashdelta.testing.prefills import PLAIN, prefill_call
-from flashdelta.testing.wy import BY_NAME as WY_CASES
-from flashdelta.testing.wy import make_wy
 
+from .cases import BF16, FP16, FP32
+from .cases import BY_NAME as CASES
+from .decoding import BY_NAME as STEPS
+from .decoding import make_step
 from .decoding_checks import commit_call, counts_of
+from .fused import FUSED_BY_NAME, make_fused
+from .inputs import make_call
+from .layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
+from .oracle import as_recurrent
+from .prefills import PLAIN, prefill_call
+from .wy import BY_NAME as WY_CASES
+from .wy import make_wy
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
 CHUNK = (fd.chunk_kda,)

@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
-from flashdelta.testing.oracle import float64, poisoned_memory, relative_error
 
-from .cases import BY_NAME, LEAVES, PACKED, Row, chunk
-from .inputs import GRADIENTS, fresh, in_one_row, laid_out, lay
+from .layouts import GRADIENTS, fresh, in_one_row, laid_out, lay
+from .oracle import float64, poisoned_memory, relative_error
 from .ranks import Cut, Found, incoming_of
 from .replays import Replays
+from .rows import BY_NAME, LEAVES, PACKED, Row, chunk
 
 TOLERANCE, OF_GRADIENTS = 0.03, 0.2
 """In bfloat16, against float64: numbers of another call are wrong by their own size, and memory that nobody wrote is NaN. Of

@@ -1,5 +1,5 @@
 """An engine in small: requests arrive at random, are prefilled in pieces, decoded together and verified, through a layer of
-`flashdelta.testing.engines`; each request's outputs are held against its own tokens in one float64 call."""
+`tests.support.engines`; each request's outputs are held against its own tokens in one float64 call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flashdelta.testing.engines import Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_outputs
-from flashdelta.testing.oracle import assert_close, same_bits
+from .engines import Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_outputs
+from .oracle import assert_close, same_bits
 
 PIECE, LONGEST, MOST_NEW, RUNNING = 96, 200, 12, 6
 """Tokens of a piece of a prompt, of a prompt and after it, and requests that run at once."""

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import make_call
-
 from ..gpu.calls import KIMI
+from .cases import BF16, FP32, Case
+from .inputs import make_call
 
 EXPLICIT = replace(
     KIMI, name="explicit", gate="none", lower_bound=None, safe=True, l2norm=False, beta="value", state=FP32

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.problem import device_checks
-from flashdelta.testing.cases import BY_NAME, CASES, Case, case_id, named
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import as_recurrent, same_bits
 
+from ..support.cases import BY_NAME, CASES, Case, case_id, named
+from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import as_recurrent, same_bits
 from ..support.refusals import FORWARD, REFUSED, REFUSED_ON_REQUEST, Refusal, good_call, marks, offsets, refusals
 from .conftest import Started
 

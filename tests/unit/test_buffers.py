@@ -8,16 +8,6 @@ import torch
 import flashdelta as fd
 from flashdelta.problem import device_checks
 from flashdelta.runtime.call import check
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.decoding import memory_of
-from flashdelta.testing.oracle import (
-    TOLERANCE,
-    as_recurrent,
-    assert_close,
-    covered_tokens,
-    same_bits,
-    state_tolerance,
-)
 
 from ..support.buffers import (
     BY_NAME,
@@ -30,6 +20,16 @@ from ..support.buffers import (
     by_pieces,
     untouched_rows,
     with_memory_of_its_own,
+)
+from ..support.cases import BF16, FP32
+from ..support.decoding import memory_of
+from ..support.oracle import (
+    TOLERANCE,
+    as_recurrent,
+    assert_close,
+    covered_tokens,
+    same_bits,
+    state_tolerance,
 )
 from .conftest import Started
 

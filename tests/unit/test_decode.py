@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, case_id
-from flashdelta.testing.decoding import BY_NAME, STEPS, Step, expected, make_step, memory_of
-from flashdelta.testing.inputs import HARD, Source
-from flashdelta.testing.oracle import assert_close, same_bits
 
+from ..support.cases import BF16, FP32, case_id
+from ..support.decoding import BY_NAME, STEPS, Step, expected, make_step, memory_of
 from ..support.decoding_checks import (
     OTHER_ROUNDS,
     REPLAYED,
@@ -28,6 +26,8 @@ from ..support.decoding_checks import (
     check_wild_counts,
     commit_call,
 )
+from ..support.inputs import HARD, Source
+from ..support.oracle import assert_close, same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 

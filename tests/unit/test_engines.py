@@ -26,10 +26,10 @@ from flashdelta.integrations import engine as engine_module
 from flashdelta.integrations.engine import Engine, first_rows
 from flashdelta.integrations.patches import Patches
 from flashdelta.integrations.seams import Attribute, Fields, Replacement, Seam, Statement, Uses, Wrapper, differences
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang
-from flashdelta.testing.oracle import TOLERANCE
 
+from ..support.cases import BF16, FP32
+from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang
+from ..support.oracle import TOLERANCE
 from ..support.serving import serve, serve_steps
 
 ROUNDS = 20

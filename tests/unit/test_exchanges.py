@@ -15,12 +15,12 @@ from torch import Tensor
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.problem import exchanges
 from flashdelta.problem.exchanges import ALL, EARLIER, LATER, SharedMemory, exchange
-from flashdelta.testing.cases import Case
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import same_bits
-from flashdelta.testing.virtual import VirtualRank, on_ranks
 
+from ..support.cases import Case
+from ..support.inputs import make_call
+from ..support.oracle import same_bits
 from ..support.ranks import Cut, incoming_of
+from ..support.virtual import VirtualRank, on_ranks
 
 OFFSETS = torch.tensor([0, 20, 96])
 

@@ -13,11 +13,11 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import FUSED_DECODE, FUSED_VERIFY, operator_of
-from flashdelta.testing.cases import FP32
-from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
-from flashdelta.testing.oracle import assert_close, same_bits
 
+from ..support.cases import FP32
+from ..support.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
 from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused
+from ..support.oracle import assert_close, same_bits
 from .conftest import Started
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

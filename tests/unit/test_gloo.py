@@ -20,14 +20,14 @@ import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.problem import device_checks
-from flashdelta.testing.cases import Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import same_bits
-from flashdelta.testing.processes import on_processes
 
+from ..support.cases import Case
 from ..support.examples import TRAIN_PARALLEL, run_parallel, trains_on_one_curve
 from ..support.forked import imported_once
+from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.layers import make_layer, rows
+from ..support.oracle import same_bits
+from ..support.processes import on_processes
 from ..support.ranks import Cut, Found, fla_context, incoming_of
 from ..support.shared import folder_of_run, once
 

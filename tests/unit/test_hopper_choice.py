@@ -23,16 +23,16 @@ from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
 from flashdelta.runtime.warmup import _warm_sizes
-from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
-from flashdelta.testing.decoding import BY_NAME, make_step
-from flashdelta.testing.inputs import make_call, meta_call, on_meta
-from flashdelta.testing.oracle import as_recurrent
-from flashdelta.testing.wy import WyCase, make_wy
-from flashdelta.tools.compile import BETWEEN, BUILD, on_rank
 
+from ..compile.variants import BETWEEN, BUILD, on_rank
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..gpu.test_pool import MODELS as POOL_MODELS
+from ..support.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
+from ..support.decoding import BY_NAME, make_step
+from ..support.inputs import make_call, meta_call, on_meta
+from ..support.oracle import as_recurrent
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id
+from ..support.wy import WyCase, make_wy
 
 FP16 = torch.float16
 TABLE = [case for case in map(on_gpu, CASES) if case.chunk_size == 64 and case.V >= 64]

@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashdelta.testing.oracle import relative_error
-
 from ..full import FULL
 from ..support import fla_modules
+from ..support.oracle import relative_error
 
 pytest.importorskip("fla")
 transformers = pytest.importorskip("transformers")
@@ -320,7 +319,8 @@ def test_a_stage_of_calls_that_fla_keeps():
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
 
     import flashdelta as fd
-    from flashdelta.testing.wy import BY_NAME, make_wy
+
+    from ..support.wy import BY_NAME, make_wy
 
     call = make_wy(BY_NAME["plain"], torch.float32)
     want = fd.kernels.chunk_bwd_wy_dqkg(**call | {"use_exp2": True})

@@ -16,7 +16,12 @@ from flashdelta.problem import device_checks
 from flashdelta.program.launch import REGISTERS
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import CONVOLUTION, CONVOLUTION_OUT, NORM, operator_of
-from flashdelta.testing.layer import (
+from flashdelta.tools.compile import only_launches
+from flashdelta.triton import convolution
+from flashdelta.triton.build import build
+
+from ..compile.variants import backward_of
+from ..support.layer import (
     CONVOLUTION_BY_NAME,
     CONVOLUTION_CASES,
     NORM_BY_NAME,
@@ -31,11 +36,7 @@ from flashdelta.testing.layer import (
     make_norm,
     normed_by_rows,
 )
-from flashdelta.testing.oracle import same_bits
-from flashdelta.tools.compile import backward_of, only_launches
-from flashdelta.triton import convolution
-from flashdelta.triton.build import build
-
+from ..support.oracle import same_bits
 from .conftest import Started
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, shard_attention
 from flashdelta.nn.lm import VOCABULARY
-from flashdelta.testing.processes import on_processes
 
 from ..support.forked import imported_once
 from ..support.layers import make_layer, rows
+from ..support.processes import on_processes
 from ..support.shared import folder_of_run, once
 
 RANKS = 2

@@ -24,21 +24,21 @@ from flashdelta.runtime import call as road
 from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import BACKWARD_WY, FORWARD, operator_of
-from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id, named
-from flashdelta.testing.decoding import BY_NAME as STEPS
-from flashdelta.testing.decoding import make_step, memory_of
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call, on_meta
-from flashdelta.testing.oracle import as_recurrent, assert_close, same_bits
-from flashdelta.testing.prefills import LOGITS, PLAIN, prefill_call
-from flashdelta.testing.wy import BY_NAME as WY_CASES
-from flashdelta.testing.wy import WyCase, make_wy
 
 from ..full import FULL
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id, named
+from ..support.decoding import BY_NAME as STEPS
+from ..support.decoding import make_step, memory_of
 from ..support.decoding_checks import commit_call
 from ..support.gradients import INPUTS
+from ..support.inputs import TOKEN_TENSORS, make_call, on_meta
+from ..support.oracle import as_recurrent, assert_close, same_bits
 from ..support.pools import BY_NAME as POOLS
 from ..support.pools import call_for
+from ..support.prefills import LOGITS, PLAIN, prefill_call
 from ..support.refusals import commit_of_records
+from ..support.wy import BY_NAME as WY_CASES
+from ..support.wy import WyCase, make_wy
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 wy = fd.kernels.chunk_bwd_wy_dqkg

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BY_NAME
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import (
+
+from ..support.cases import BY_NAME
+from ..support.inputs import make_call
+from ..support.oracle import (
     TOLERANCE,
     assert_close,
     assert_right,

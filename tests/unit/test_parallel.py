@@ -43,13 +43,13 @@ from flashdelta.problem.border import (
 from flashdelta.problem.problem import AUTO
 from flashdelta.reference import parallel
 from flashdelta.runtime.call import check
-from flashdelta.testing.cases import BY_NAME, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import same_bits
-from flashdelta.testing.virtual import on_ranks
 
+from ..support.cases import BY_NAME, Case
+from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.layers import HIDDEN, make_layer
+from ..support.oracle import same_bits
 from ..support.ranks import Cut, Found, fla_context, incoming_of, results_of
+from ..support.virtual import on_ranks
 
 FP64 = torch.float64
 

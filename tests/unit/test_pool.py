@@ -11,9 +11,9 @@ from hypothesis import given
 import flashdelta as fd
 from flashdelta.reference.sequences import chunk_slots
 from flashdelta.runtime.call import check
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.oracle import TOLERANCE, assert_close, same_bits, state_tolerance
 
+from ..support.cases import BF16, FP32
+from ..support.oracle import TOLERANCE, assert_close, same_bits, state_tolerance
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     BY_NAME,

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.problem.operations import PREFILL_SIZES
-from flashdelta.testing.cases import Case, case_id
-from flashdelta.testing.oracle import assert_close, same_bits
-from flashdelta.testing.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+
+from ..support.cases import Case, case_id
+from ..support.oracle import assert_close, same_bits
+from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 
 
 def recurrence(call: dict) -> Tensor:

@@ -23,18 +23,18 @@ from flashdelta.program.launch import ARGUMENTS, Launch, _specialization
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
 from flashdelta.program.workspace import Workspace, mark, new
-from flashdelta.testing.cases import BF16, BY_NAME, Case
-from flashdelta.testing.decoding import BY_NAME as STEPS
-from flashdelta.testing.decoding import make_step
-from flashdelta.testing.fused import FUSED_BY_NAME, make_fused
-from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import same_bits
-from flashdelta.testing.prefills import INPUTS, PLAIN, prefill_call
 from flashdelta.triton import merge
 from flashdelta.triton.recurrence import recurrence_kernel
 
+from ..support.cases import BF16, BY_NAME, Case
+from ..support.decoding import BY_NAME as STEPS
+from ..support.decoding import make_step
 from ..support.decoding_checks import commit_call
+from ..support.fused import FUSED_BY_NAME, make_fused
+from ..support.inputs import make_call
+from ..support.oracle import same_bits
 from ..support.pools import PLAIN_POOLS, pool_call
+from ..support.prefills import INPUTS, PLAIN, prefill_call
 from .conftest import Started
 
 CPU = torch.device("cpu")

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
-from flashdelta.testing.oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
+
+from ..support.cases import BF16, FP32, Case
+from ..support.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
+from ..support.oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
 
 FP64 = torch.float64
 

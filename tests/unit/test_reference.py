@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, PACKED_CASES, Case, case_id, named
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call, sequence_calls
-from flashdelta.testing.oracle import (
+
+from ..support.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, PACKED_CASES, Case, case_id, named
+from ..support.gradients import gradients, incoming
+from ..support.inputs import TOKEN_TENSORS, make_call, sequence_calls
+from ..support.oracle import (
     TOLERANCE,
     as_recurrent,
     assert_close,
@@ -23,8 +25,6 @@ from flashdelta.testing.oracle import (
     same_bits,
     truth,
 )
-
-from ..support.gradients import gradients, incoming
 
 FP64 = torch.float64
 both = pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])

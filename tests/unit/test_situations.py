@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
 from flashdelta.nn.heads import SPLIT
-from flashdelta.testing.oracle import relative_error
-from flashdelta.testing.processes import on_processes
 
 from ..support.forked import imported_once
 from ..support.layers import make_layer, rows
+from ..support.oracle import relative_error
+from ..support.processes import on_processes
 from ..support.situations import Situation, every
 
 F32 = torch.float32

@@ -13,11 +13,11 @@ import torch
 
 import flashdelta as fd
 from flashdelta.problem import device_checks
-from flashdelta.testing.cases import BY_NAME
-from flashdelta.testing.inputs import make_call
 from flashdelta.tools.cli import demo, doctor
 from flashdelta.tools.files import counted, in_bytes
 
+from ..support.cases import BY_NAME
+from ..support.inputs import make_call
 from ..support.readouts import OPERATORS, check_layer, check_readout
 
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,11 @@ from flashdelta.reference import chunk_kda, split
 from flashdelta.reference.chunk import prepare, recur, segment_transition
 from flashdelta.reference.split import Transition, cut, identity
 from flashdelta.runtime.call import check
-from flashdelta.testing.cases import Case
-from flashdelta.testing.inputs import meta_call
-from flashdelta.tools.compile import BUILD, backward_of
 
+from ..compile.variants import BUILD, backward_of
+from ..support.cases import Case
 from ..support.gradients import gradients, incoming
+from ..support.inputs import meta_call
 from ..support.split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
 
 FP64 = torch.float64

@@ -22,8 +22,8 @@ from flashdelta.problem import context as contexts
 from flashdelta.problem import device_checks
 from flashdelta.problem.arguments import Operation, is_plain
 from flashdelta.runtime.call import NoKernel, public_call
-from flashdelta.testing.inputs import TOKEN_TENSORS
 
+from ..support.inputs import TOKEN_TENSORS
 from ..support.refusals import REFUSED, Refusal, good_call, refusals
 from ..support.work import MOST_INSTRUCTIONS, instructions
 from .conftest import Started

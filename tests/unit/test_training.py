@@ -16,10 +16,10 @@ from rich.console import Console
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
-from flashdelta.testing.cases import Case, case_id, named
-from flashdelta.testing.inputs import make_call
 
+from ..support.cases import Case, case_id, named
 from ..support.gradients import INPUTS
+from ..support.inputs import make_call
 from .test_nn import attention, tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,8 @@ from flashdelta.program.cache import LaunchCache
 from flashdelta.reference import gate as reference_gate
 from flashdelta.runtime import torch_ops
 from flashdelta.runtime.call import check
-from flashdelta.testing.wy import BY_NAME, make_wy
+
+from ..support.wy import BY_NAME, make_wy
 
 both = pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
 L2NORM = {"use_qk_l2norm_in_kernel": True}

@@ -11,8 +11,9 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.problem.problem import Problem
 from flashdelta.runtime.call import check
-from flashdelta.testing.cases import case_id
-from flashdelta.testing.wy import (
+
+from ..support.cases import case_id
+from ..support.wy import (
     BY_NAME,
     BY_TOKEN,
     CASES,

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..problem.operations import PREFILL_SIZES, prefill_problem
-from ..problem.problem import Tensors
+from flashdelta import reference
+from flashdelta.problem.operations import PREFILL_SIZES, prefill_problem
+from flashdelta.problem.problem import Tensors
+
 from .cases import FP32, HARD_CASES, LENGTHS, Case
 from .inputs import make_call
 from .oracle import TOLERANCE, assert_close, conditioning

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem.problem import record_width
+from flashdelta.problem.problem import record_width
+
 from .decoding import BF16, FP32, Expected, Step, amid, expected, make_step, named
 from .inputs import Source
 from .layer import in_memory

@@ -1,6 +1,6 @@
 """The engines' own Triton kernels, taken out of their wheels, and nothing of this project.
 
-`python -m flashdelta.testing.engine_kernels WHEELS FOLDER` downloads the wheels to one folder, if they are not there, and
+`python -m tests.support.engine_kernels WHEELS FOLDER` downloads the wheels to one folder, if they are not there, and
 copies the few files that are needed to the other. `load` imports those without the engines, whose helpers are stood in for.
 """
 
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ..integrations import _sglang, _vllm
+from flashdelta.integrations import _sglang, _vllm
 
 ENVIRONMENT = "FLASHDELTA_ENGINES"
 """Names the folder."""
@@ -160,7 +160,7 @@ STEP = "Kimi-K3"
 
 
 def load(folder: Path) -> dict[str, dict[str, Callable[..., Any]]]:
-    """The engines' functions by name, for layers of `flashdelta.testing.engines`, and for a `K3Step` (`STEP`)."""
+    """The engines' functions by name, for layers of `tests.support.engines`, and for a `K3Step` (`STEP`)."""
     with standing_in(folder):
         gather = import_module(f"{_vllm.MAMBA}.ops.gather_initial_states").gather_initial_states
         convolution = import_module(f"{_vllm.MAMBA}.ops.causal_conv1d").causal_conv1d_update

@@ -15,9 +15,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .. import chunk_kda, fused_kda_decode
-from ..integrations import _sglang, _vllm
-from ..integrations.seams import AnySeam, Replacement, Seam
+from flashdelta import chunk_kda, fused_kda_decode
+from flashdelta.integrations import _sglang, _vllm
+from flashdelta.integrations.seams import AnySeam, Replacement, Seam
+
 from .cases import BF16, FP32
 from .inputs import Source
 from .oracle import float64

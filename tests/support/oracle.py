@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta import reference
+from flashdelta.runtime.call import check
 
-from .. import reference
-from ..runtime.call import check
 from .cases import Case
 from .inputs import sequence_calls
 

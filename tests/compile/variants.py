@@ -1,0 +1,718 @@
+"""The variants of all kernels, compiled for any GPU on a machine without one, and what they cost.
+
+    python -m tests.compile.variants --arch 80 --arch 90 --json
+
+Prints, for every kernel variant and architecture, registers a thread, bytes spilled to local memory, shared memory a CTA,
+places where Hopper code waits for asynchronous MMAs, instructions, and the seconds it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from flashdelta.hopper.build import build as build_hopper
+from flashdelta.kernels import chunk_bwd_wy_dqkg
+from flashdelta.ops.chunk import chunk_kda
+from flashdelta.ops.convolution import short_convolution
+from flashdelta.ops.decode import commit, recurrent_kda
+from flashdelta.ops.fused_decode import fused_kda_decode
+from flashdelta.ops.norm import gated_rms_norm
+from flashdelta.ops.prefill_fp32 import kda_prefill
+from flashdelta.ops.recurrent import fused_recurrent_kda
+from flashdelta.problem.border import BORDER
+from flashdelta.problem.operations import PREFILL_SIZES
+from flashdelta.problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors, record_width
+from flashdelta.program.launch import Launch
+from flashdelta.runtime.call import check
+from flashdelta.tools.compile import compiled, costs_of, in_processes, only_launches, source
+from flashdelta.triton.build import build as build_triton
+
+from ..support.cases import Case
+from ..support.decoding import Step, make_step
+from ..support.fused import FusedStep, make_fused
+from ..support.inputs import TOKEN_TENSORS, meta_call, on_meta
+from ..support.oracle import as_recurrent
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+
+
+BUILD = {"hopper": build_hopper, "triton": build_triton}
+"""By backend."""
+
+
+Given = dict[str, Any]
+
+
+Call = tuple[Callable, Given]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
+    of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
+    `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
+    takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`:
+    Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost, a norm's
+    rows with heads, indices of a convolution in columns of a table. `sequences` of so many `chunks`. `T` tokens and `taps`
+    are of the layer's convolution and norm, and value heads a `group` of its step; `stated`: that convolution has states.
+    `rank`: of how many, over which the sequences lie."""
+
+    name: str
+    backend: Literal["triton", "hopper"] = "triton"
+    operation: str = "chunk"
+    K: int = 128
+    V: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    gate: str = "lower_bound"
+    packed: bool = True
+    chunk_size: int = 64
+    state_v_first: bool = False
+    intermediate: bool = False
+    pool: bool = False
+    checkpoints: bool = False
+    every: int | None = None
+    buffer: torch.dtype | None = None
+    g_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype = torch.float32
+    spec_tokens: int = 0
+    records: bool = False
+    split: str | int = "auto"
+    backward: bool = False
+    kept: bool = False
+    copied: bool = False
+    precision: str = DEFAULT_PRECISION
+    N: int = 2
+    heads: int = 2
+    sequences: int = 1
+    chunks: int = 4
+    rank: tuple[int, int] | None = None
+    offsets: torch.dtype = torch.int32
+    T: int = 256
+    taps: int = 4
+    group: int = 1
+    stated: bool = True
+
+    def architectures(self) -> tuple[int, ...]:
+        return (90,) if self.backend == "hopper" else ARCHITECTURES
+
+    def launches(self, arch: int) -> list[Launch]:
+        function, given = getattr(self, f"_{self.operation}")()
+        problem, t = check(function, **given)
+        if self.kept:
+            problem = replace(problem, requires_grad=True)
+        if self.rank is not None:
+            problem, t = on_rank(problem, t, *self.rank)
+        call = backward_of(problem, t) if self.backward else (problem, t)
+        return only_launches(BUILD[self.backend](*call, arch))
+
+    def _chunk(self) -> Call:
+        return chunk_kda, self._sequences() | {"disable_recompute": self.kept, "split": self.split}
+
+    def _recurrent(self) -> Call:
+        return fused_recurrent_kda, as_recurrent(self._sequences())
+
+    def _shape(self) -> Given:
+        """Of a `Case` or a `Step`, with the gate and the states."""
+        sizes = {"H": self.heads, "HV": self.heads, "K": self.K, "V": self.V}
+        options = {"gate": self.gate, "beta": "logit", "state": self.state_dtype, "v_first": self.state_v_first}
+        return {"name": self.name, "why": "", **sizes, **options}
+
+    def _sequences(self) -> Given:
+        C, N, index = self.chunk_size, self.sequences, _make(torch.int32)
+        bound = -5.0 if self.gate == "lower_bound" else None
+        T = self.chunks * C
+        lengths = {"lengths": (T,) * N, "offsets_dtype": self.offsets} if self.packed else {"B": N, "T": T}
+        case = Case(**self._shape(), **lengths, lower_bound=bound, h=self.intermediate, chunk_size=C)
+        call = meta_call(case, self.dtype)
+        if self.g_dtype is not None:
+            call["g"] = call["g"].to(self.g_dtype)
+        if self.copied:
+            call |= {name: call[name].transpose(1, 3).contiguous().transpose(1, 3) for name in "qkv"}
+        if self.pool:
+            call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
+            call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
+        if self.buffer is not None:
+            call["checkpoint_states"] = _make(self.buffer)(*self._states(4 * N))
+        if self.every is not None:
+            call["checkpoint_every"] = self.every
+        if self.checkpoints:
+            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
+        return call
+
+    def _states(self, count: int) -> tuple[int, ...]:
+        inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
+        return (count, self.heads, *inner)
+
+    def _decode(self) -> Call:
+        """A paged step: packed sequences, or `N` rows of one token; with speculative tokens, counts of accepted ones."""
+        N, S, tokens = self.N, self.spec_tokens, 1 + self.spec_tokens
+        drafts = {"spec": S, "accepted": (1,) * N, "indices": ((0,) * tokens,) * N} if S else {"indices": (0,) * N}
+        lengths = (tokens,) * N if self.packed else None
+        if self.records:
+            drafts = {"spec": S, "update": False, "indices": (0,) * N, "rows": "slots"}
+        call = make_step(Step(**self._shape(), **drafts, B=N, T=tokens, lengths=lengths, slots=4), self.dtype)
+        return recurrent_kda, on_meta(call | ({"intermediate_states": self._records(tokens)} if self.records else {}))
+
+    def _fused_decode(self) -> Call:
+        """A step of the layer, windows and states as vLLM has them; with speculative tokens, a state after each, or records."""
+        N, S, tokens = self.N, self.spec_tokens, 1 + self.spec_tokens
+        own = {"indices": (0,) * N} if S == 0 or self.records else {"indices": ((0,) * tokens,) * N}
+        drafts = {"spec": S, "accepted": (1,) * N, "rows": "slots" if self.records else None} if S else {}
+        weights = "parts" if self.group == 1 and self.K == self.V else "channels"
+        sizes = {"H": self.heads // self.group, "W": self.taps, "weights": weights}
+        step = FusedStep(**self._shape() | sizes, **own, **drafts, B=N, T=tokens, slots=4)
+        return fused_kda_decode, on_meta(make_fused(step, self.dtype))
+
+    def _records(self, tokens: int) -> torch.Tensor:
+        return _make(torch.float32)(4, tokens, self.heads, record_width(self.K, self.V))
+
+    def _prefill(self) -> Call:
+        call = self._sequences()
+        inputs = {name: call[name].transpose(1, 2).contiguous() for name in TOKEN_TENSORS}
+        options = {"chunk_size": self.chunk_size, "gate": self.gate, "precision": self.precision}
+        return kda_prefill, inputs | options
+
+    def _commit(self) -> Call:
+        make, index = _make(self.state_dtype), _make(torch.int32)
+        pool, states = make(*self._states(4)), make(4, 2, *self._states(4)[1:])
+        states = self._records(1 + (self.spec_tokens or 1)) if self.records else states
+        names = ("initial_state", "intermediate_states", "ssm_state_indices", "num_accepted_tokens")
+        options = {"null_index": "negative", "state_v_first": self.state_v_first}
+        return commit, dict(zip(names, (pool, states, index(self.N), index(self.N)))) | options
+
+    def _wy(self) -> Call:
+        make, wide = _make(self.dtype), _make(torch.float32)
+        H, chunks, C = self.heads, 4, self.chunk_size
+        keys, values = (1, chunks * C, H, self.K), (1, chunks * C, H, self.V)
+        states = make(1, chunks, *self._states(1)[1:])
+        given = {
+            **{name: make(keys) for name in ("q", "k")},
+            **{name: make(values) for name in ("v", "v_new", "do", "dv")},
+            **{"g": wide(keys), "beta": wide(keys[:3]), "A": make(*keys[:3], C), "h": states, "dh": states},
+            "cu_seqlens": _make(torch.int32)(3) if self.packed else None,
+        }
+        return chunk_bwd_wy_dqkg, given | {"chunk_size": C, "state_v_first": self.state_v_first, "use_exp2": True}
+
+    def _gated_rms_norm(self) -> Call:
+        """`z` is a slice of a fused projection."""
+        make, width = _make(self.dtype), self.heads * self.V
+        z = make(1, self.T, 4 * width)[..., width : 2 * width].unflatten(2, (self.heads, self.V))
+        return gated_rms_norm, {
+            "x": make(1, self.T, self.V, self.heads).mT if self.copied else make(1, self.T, self.heads, self.V),
+            "z": z,
+            "weight": _make(torch.float32)(self.V),
+        }
+
+    def _short_convolution(self) -> Call:
+        """Of q, k and v side by side, in a fused projection. With a pool states lie by tokens, as vLLM has them."""
+        make, N = _make(self.dtype), self.N if self.packed else 1
+
+        def index(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return _make(dtype)(*shape, 2)[..., 0] if self.copied else _make(dtype)(*shape)
+
+        D = self.heads * (2 * self.K + self.V)
+        call = {"x": make(1, self.T, 2 * D)[..., :D], "weight": make(D, self.taps), "bias": None}
+        if self.packed:
+            call["cu_seqlens"] = index(N + 1, dtype=self.offsets)
+        if self.pool:
+            call |= {"state_pool": make(4, self.taps - 1, D).mT, "state_indices": index(N), "bias": make(D)}
+            call |= {"has_initial_state": index(N, dtype=torch.bool), "out": make(1, self.T, D)}
+        if self.buffer is not None:
+            call["checkpoint_states"] = _make(self.buffer)(4, self.taps - 1, D).mT
+        if self.every is not None:
+            call["checkpoint_every"] = self.every
+        if self.checkpoints:
+            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
+        if self.pool or not self.stated:
+            return short_convolution, call
+        return short_convolution, call | {"initial_state": make(N, D, self.taps - 1), "output_final_state": True}
+
+
+def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    return functools.partial(torch.empty, dtype=dtype, device="meta")
+
+
+FIRST, SECOND, BETWEEN = (0, 2), (1, 2), (1, 3)
+"""A rank, and how many there are: of two, or between two others."""
+
+
+def on_rank(problem: Problem, t: Tensors, rank: int, ranks: int) -> tuple[Problem, Tensors]:
+    problem = replace(problem, process_group="compiled", rank=rank, ranks=ranks)
+    return problem, replace(t, border=torch.empty(BORDER, dtype=torch.int32, device=t.device))
+
+
+def backward_of(problem: Problem, t: Tensors) -> tuple[Problem, Tensors]:
+    """The backward pass of a call, with the gradients that come in."""
+    given = {name: torch.empty(x.shape, dtype=x.dtype, device=t.device) for name, x in problem.results().items()}
+    do = given["o"]
+    dht = given["final_state"] if problem.output_final_state else do.new_zeros(0)
+    return replace(problem, operation=problem.operation + BACKWARD), replace(t, do=do, dht=dht)
+
+
+def _prefill(name: str, **options: Any) -> Variant:
+    return Variant(f"prefill fp32 {name}", operation="prefill", dtype=torch.float32, gate="none", **options)
+
+
+def _step(name: str, **options: Any) -> Variant:
+    return Variant(f"decode {name}", operation="decode", **options)
+
+
+def _norm(name: str, **options: Any) -> Variant:
+    return Variant(f"norm {name}", operation="gated_rms_norm", **options)
+
+
+def _convolution(name: str, **options: Any) -> Variant:
+    return Variant(f"convolution {name}", operation="short_convolution", **options)
+
+
+def _fused(name: str, **options: Any) -> Variant:
+    return Variant(f"fused {name}", operation="fused_decode", packed=False, **{"state_v_first": True} | options)
+
+
+def _hopper(name: str, **options: Any) -> Variant:
+    return Variant(f"hopper {name}", "hopper", **options)
+
+
+def _chunks(name: str, **options: Any) -> Variant:
+    """Of whole sequences, so many that no launch overlaps."""
+    return _hopper(name, **{"sequences": 17, "split": 1} | options)
+
+
+def _hopper_fused(name: str, **options: Any) -> Variant:
+    return _hopper(f"fused {name}", operation="fused_decode", packed=False, **{"state_v_first": True} | options)
+
+
+def _steps(name: str, **options: Any) -> Variant:
+    """In steps of 32 tokens."""
+    return _hopper(f"steps {name}", **{"heads": 64} | options)
+
+
+def _tried(name: str, **options: Any) -> Variant:
+    """Segments on trial, of sequences long enough for them."""
+    return _hopper(f"tried {name}", heads=8, chunks=128, **options)
+
+
+def _hopper_step(K: int, gate: str) -> Variant:
+    """Hopper's own kernel is for many sequences and states in bfloat16."""
+    options = {"packed": False, "state_v_first": True, "state_dtype": torch.bfloat16, "N": 512}
+    return _hopper(f"decode K{K} V{K}, {gate}", operation="decode", K=K, V=K, gate=gate, **options)
+
+
+def _hopper_replay(name: str, drafts: int, **options: Any) -> Variant:
+    given = {"packed": False, "state_v_first": True, "records": True} | options
+    return _hopper(f"replay {name}", operation="decode", spec_tokens=drafts, **given)
+
+
+def _hopper_commit(name: str, **options: Any) -> Variant:
+    given = {"state_v_first": True, "records": True} | options
+    return _hopper(f"commit of records {name}", operation="commit", **given)
+
+
+CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
+
+
+REGULAR: Given = {"every": 64, "buffer": torch.float32}
+
+
+IN_BF16: Given = {"every": 64, "buffer": torch.bfloat16}
+
+
+IN_A_BUFFER: Given = {"checkpoints": True, "buffer": torch.float32}
+
+
+STREAM_K: Given = {"heads": 12, "sequences": 7}
+"""Work tiles that leave SMs idle, of few heads."""
+
+
+VARIANTS = (
+    Variant("bf16 K128 V128 bounded"),
+    Variant("bf16 K128 V128 unbounded", gate="softplus"),
+    Variant("bf16 K128 V128 fixed length", packed=False),
+    Variant("bf16 K128 V128 fixed length, tokens innermost", packed=False, copied=True),
+    Variant("bf16 K128 V128 intermediate states, V first", intermediate=True, state_v_first=True),
+    Variant("bf16 K128 V128 chunk 32", chunk_size=32),
+    Variant("bf16 K128 V128 pool, V first", pool=True, state_v_first=True),
+    Variant("bf16 K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
+    Variant("bf16 K128 V128 unbounded, pool with checkpoints", gate="softplus", **CHECKPOINTS),
+    Variant("bf16 K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
+    Variant("bf16 K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
+    Variant("bf16 K128 V128 regular checkpoints, fixed length, split", packed=False, split=4, **REGULAR),
+    Variant("bf16 K128 V128 split", split=4),
+    Variant("bf16 K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
+    Variant("bf16 K256 V256 split, fixed length", K=256, V=256, packed=False, split=4),
+    Variant("fp32 K128 V128 split", dtype=torch.float32, split=4),
+    Variant("bf16 K128 V128 backward", backward=True),
+    Variant("bf16 K128 V128 backward, unbounded, V first", gate="softplus", state_v_first=True, backward=True),
+    Variant("bf16 K64 V64 backward, chunk 32, fixed length", K=64, V=64, chunk_size=32, packed=False, backward=True),
+    Variant("bf16 K256 V256 backward", K=256, V=256, backward=True),
+    Variant("fp32 K128 V128 backward", dtype=torch.float32, backward=True),
+    Variant("bf16 K128 V128 split, backward", split=4, backward=True),
+    Variant(
+        "bf16 K128 V128 split, fixed length, V first, backward",
+        split=4,
+        packed=False,
+        state_v_first=True,
+        backward=True,
+    ),
+    Variant("bf16 K256 V256 split, backward", K=256, V=256, split=4, backward=True),
+    Variant("fp32 K128 V128 split, backward", dtype=torch.float32, split=4, backward=True),
+    Variant("bf16 K128 V128 over ranks", rank=BETWEEN),
+    Variant("bf16 K128 V128 over two ranks", rank=FIRST),
+    Variant("bf16 K128 V128 over ranks, pool, V first", rank=BETWEEN, pool=True, state_v_first=True),
+    Variant(
+        "bf16 K128 V128 over ranks, fixed length, V first, backward",
+        rank=BETWEEN,
+        packed=False,
+        state_v_first=True,
+        backward=True,
+    ),
+    Variant("fp32 K64 V128 over ranks, backward", rank=BETWEEN, dtype=torch.float32, K=64, backward=True),
+    Variant("fp32 K64 V128 over two ranks, backward", rank=SECOND, dtype=torch.float32, K=64, backward=True),
+    Variant("wy bf16 K128 V128", operation="wy"),
+    Variant("wy bf16 K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),
+    Variant("wy bf16 K64 V64 chunk 32", operation="wy", K=64, V=64, chunk_size=32),
+    Variant("wy bf16 K256 V256", operation="wy", K=256, V=256),
+    Variant("wy fp32 K128 V128", operation="wy", dtype=torch.float32),
+    Variant("bf16 K32 V64", K=32, V=64),
+    Variant("bf16 K64 V32", K=64, V=32),
+    Variant("bf16 K256 V256", K=256, V=256, gate="none"),
+    Variant("fp16 K128 V128", dtype=torch.float16),
+    Variant("fp32 K64 V128", dtype=torch.float32, K=64),
+    Variant("fp32 K128 V128", dtype=torch.float32),
+    Variant("fp32 K256 V256", dtype=torch.float32, K=256, V=256, gate="logsigmoid"),
+    Variant("recurrent bf16 K128 V128", operation="recurrent"),
+    Variant("recurrent bf16 K128 V128 V first", operation="recurrent", state_v_first=True, gate="softplus"),
+    Variant("recurrent bf16 K128 V128 pool, V first", operation="recurrent", pool=True, state_v_first=True),
+    Variant("recurrent fp32 K256 V256", operation="recurrent", K=256, V=256, dtype=torch.float32),
+    *(
+        _step(
+            f"K128 V128, {name} states, {order} first, N={N}",
+            state_dtype=state,
+            state_v_first=order == "V",
+            N=N,
+            packed=False,
+        )
+        for order in "VK"
+        for name, state in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        for N in (2, 256)
+    ),
+    _step("K128 V128 unbounded, V first", state_v_first=True, gate="softplus", packed=False),
+    _step("K64 V64, V first", K=64, V=64, state_v_first=True),
+    _step("K128 V128 packed, V first", state_v_first=True),
+    _step("K128 V128 speculative, V first", state_v_first=True, spec_tokens=3),
+    _step("K256 V256 speculative, K first", K=256, V=256, spec_tokens=7, gate="none"),
+    _step("replay K128 V128, V first", state_v_first=True, spec_tokens=7, records=True, packed=False),
+    _step(
+        "replay K128 V128 bf16, V first",
+        state_dtype=torch.bfloat16,
+        state_v_first=True,
+        spec_tokens=3,
+        records=True,
+        packed=False,
+    ),
+    _step("replay of 17 tokens K128 V128, V first", state_v_first=True, spec_tokens=16, records=True, packed=False),
+    _step("replay of 16 tokens K128 V128 unbounded, K first", spec_tokens=15, records=True, gate="softplus"),
+    _step("replay K64 V64 packed, K first", K=64, V=64, spec_tokens=3, records=True, gate="softplus"),
+    Variant("commit fp32", operation="commit"),
+    Variant("commit replay fp32, V first", operation="commit", records=True, state_v_first=True),
+    Variant(
+        "commit replay bf16, V first", operation="commit", records=True, state_v_first=True, state_dtype=torch.bfloat16
+    ),
+    Variant("commit replay fp32, K first", operation="commit", records=True),
+    Variant(
+        "commit replay K256 V256 fp32, V first", operation="commit", K=256, V=256, records=True, state_v_first=True
+    ),
+    _norm("bf16 V128"),
+    _norm("fp32 V64", V=64, dtype=torch.float32),
+    _norm("bf16 V128 backward", backward=True),
+    _norm("bf16 V128, heads innermost", copied=True),
+    _convolution("bf16 W4"),
+    _convolution("bf16 W4, long", T=2**17, packed=False),
+    _convolution("bf16 W4, pool", pool=True),
+    _convolution("bf16 W4, pool, columns of tables", pool=True, copied=True, offsets=torch.int64),
+    _convolution("bf16 W4, pool, checkpoints", pool=True, checkpoints=True, buffer=torch.bfloat16),
+    _convolution("bf16 W4, regular checkpoints", **REGULAR),
+    _convolution("fp32 W3", taps=3, dtype=torch.float32),
+    _convolution("bf16 W4 backward", backward=True),
+    _convolution("bf16 W2 backward, fixed length", taps=2, packed=False, backward=True),
+    _convolution("bf16 W4 backward, one tile", T=768, heads=32, packed=False, stated=False, backward=True),
+    _fused("K128 V128 fp32"),
+    _fused("K128 V128 bf16", state_dtype=torch.bfloat16),
+    _fused("K128 V128 fp32, many", N=256),
+    _fused("K128 V128 bf16, many", N=256, state_dtype=torch.bfloat16),
+    _fused("K128 V128 fp32, eight value heads", heads=8, group=8),
+    _fused("K128 V128 unbounded, K first", gate="softplus", state_v_first=False),
+    _fused("K64 V64 fp32", K=64, V=64),
+    _fused("K64 V128 bf16, W3", K=64, state_dtype=torch.bfloat16, taps=3),
+    _fused("K128 V64 fp32", V=64),
+    _fused("K128 V128 speculative", spec_tokens=3),
+    _fused("K128 V128 replay", spec_tokens=3, records=True),
+    _fused("K128 V128 replay bf16", spec_tokens=3, records=True, state_dtype=torch.bfloat16),
+    *(
+        _prefill(f"K{K} V{V} chunk {C}, {precision}", K=K, V=V, chunk_size=C, precision=precision)
+        for precision in ("tf32x3", "ieee")
+        for K, V, C in PREFILL_SIZES
+    ),
+    *(_prefill(f"K128 V128 chunk {C}, many heads, tf32x3", chunk_size=C, heads=32) for C in (32, 64)),
+    _chunks("K128 V128 bounded"),
+    _hopper("few heads K128 V128"),
+    _hopper("few heads K128 V128 fixed length", packed=False),
+    _hopper("few heads K128 V128 unbounded, pool with checkpoints", gate="softplus", **CHECKPOINTS),
+    _hopper("few heads K64 V64", K=64, V=64),
+    _hopper("few heads K128 V128 backward", backward=True),
+    _chunks("K128 V128 unbounded", gate="softplus"),
+    _chunks("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
+    _chunks("K128 V128 fixed length", packed=False),
+    _chunks("K128 V128 offsets in int64", offsets=torch.int64),
+    _hopper("K128 V128 stream-K, offsets in int64", offsets=torch.int64, **STREAM_K),
+    _hopper("K128 V128 stream-K", **STREAM_K),
+    _hopper("K128 V128 stream-K, fixed length", packed=False, **STREAM_K),
+    _chunks("K128 V128 log decays in fp32", gate="none", g_dtype=torch.float32),
+    _chunks("K128 V128 intermediate states", intermediate=True, state_dtype=torch.bfloat16),
+    _chunks("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
+    _chunks("K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
+    _chunks("K128 V128 checkpoints in a buffer, intermediate states", intermediate=True, **IN_A_BUFFER),
+    _chunks("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
+    _chunks("K128 V128 regular checkpoints", **REGULAR),
+    _chunks("K128 V128 regular checkpoints in bf16, V first", state_v_first=True, packed=False, **IN_BF16),
+    _hopper("K128 V128 stream-K, regular checkpoints, V first", state_v_first=True, **REGULAR, **STREAM_K),
+    _hopper("K128 V128 split, regular checkpoints, V first", split=4, state_v_first=True, **REGULAR),
+    _hopper("K128 V128 split", split=4),
+    _hopper("K128 V128 split, fixed length", split=4, packed=False),
+    _hopper("K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
+    _hopper("K64 V64 split, fixed length", K=64, V=64, split=4, packed=False),
+    _tried("K128 V128"),
+    _tried("K128 V128, fixed length", packed=False),
+    _tried("K128 V128, pool, V first", pool=True, state_v_first=True),
+    _tried("K64 V64, fixed length", K=64, V=64, packed=False),
+    _steps("K128 V128"),
+    _steps("K128 V128 fixed length", packed=False),
+    _steps("K128 V128 offsets in int64", offsets=torch.int64),
+    _steps("K128 V128 V first, states in bf16", state_v_first=True, state_dtype=torch.bfloat16),
+    _steps("K128 V64", V=64),
+    _steps("K64 V64", K=64, V=64),
+    _steps("K64 V64 fixed length", K=64, V=64, packed=False),
+    _steps("K64 V128 stream-K", K=64, heads=96),
+    _steps("K64 V64 pool with checkpoints, V first", K=64, V=64, state_v_first=True, **CHECKPOINTS),
+    _steps("K64 V64 regular checkpoints", K=64, V=64, **REGULAR),
+    _steps("K64 V64 unbounded", K=64, V=64, gate="softplus"),
+    _steps("K64 V64 unbounded, log decays", K=64, V=64, gate="none"),
+    _steps("K128 V128 unbounded", gate="softplus"),
+    _steps("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
+    _steps("K128 V128 unbounded, log decays", gate="none"),
+    _steps("K128 V128 stream-K", heads=96),
+    _steps("K128 V128 stream-K, fixed length", heads=96, packed=False),
+    _steps("K128 V128 stream-K, offsets in int64", heads=96, offsets=torch.int64),
+    _steps("K128 V128 pool with checkpoints", **CHECKPOINTS),
+    _steps("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
+    _steps("K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
+    _steps("K128 V128 checkpoints in a buffer, fixed length", packed=False, **IN_A_BUFFER),
+    _steps("K128 V128 stream-K, checkpoints in a buffer", heads=96, **IN_A_BUFFER),
+    _steps("K128 V128 stream-K, checkpoints in a buffer, fixed length", heads=96, packed=False, **IN_A_BUFFER),
+    _steps("K128 V128 regular checkpoints", **REGULAR),
+    _steps("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
+    _steps("K128 V128 regular checkpoints in bf16, V first, fixed length", state_v_first=True, packed=False, **IN_BF16),
+    _steps("K128 V128 stream-K, regular checkpoints, V first", heads=96, state_v_first=True, **REGULAR),
+    _steps("K128 V128 over ranks", rank=BETWEEN),
+    _steps("K128 V128 over two ranks", rank=FIRST),
+    _steps("K128 V128 over two ranks, fixed length, V first", rank=FIRST, packed=False, state_v_first=True),
+    _steps("K128 V128 over two ranks, stream-K", rank=FIRST, heads=96),
+    _steps("K128 V128 over ranks, fixed length, V first", rank=BETWEEN, packed=False, state_v_first=True),
+    _steps("K128 V128 over ranks, pool, unbounded", rank=BETWEEN, pool=True, gate="softplus"),
+    _steps("K64 V64 over ranks", rank=BETWEEN, K=64, V=64),
+    _steps("K64 V64 over two ranks", rank=FIRST, K=64, V=64),
+    _hopper("K128 V128 over ranks", rank=BETWEEN),
+    _hopper("K128 V128 over two ranks", rank=FIRST),
+    _hopper("K128 V128 over two ranks, split, pool, V first", rank=FIRST, split=4, pool=True, state_v_first=True),
+    _hopper("K128 V128 over two ranks, stream-K", rank=FIRST, **STREAM_K),
+    _hopper("K128 V128 over two ranks, for the backward pass", rank=FIRST, kept=True),
+    _hopper("K128 V128 over two ranks, for the backward pass, split", rank=FIRST, kept=True, split=4),
+    _hopper("K128 V128 over two ranks, backward", rank=SECOND, backward=True),
+    _hopper("K128 V128 over two ranks, split, backward", rank=SECOND, backward=True, split=4),
+    _hopper("K128 V128 over ranks, backward", rank=BETWEEN, backward=True),
+    _hopper(
+        "K64 V64 over ranks, fixed length, V first, backward",
+        K=64,
+        V=64,
+        packed=False,
+        state_v_first=True,
+        rank=BETWEEN,
+        backward=True,
+    ),
+    _hopper(
+        "K64 V64 over two ranks, fixed length, V first, backward",
+        K=64,
+        V=64,
+        packed=False,
+        state_v_first=True,
+        rank=SECOND,
+        backward=True,
+    ),
+    _chunks("K128 V128 backward", backward=True),
+    _chunks("K128 V128 backward, fixed length", packed=False, backward=True),
+    _chunks("K128 V128 backward, unbounded, V first", gate="softplus", state_v_first=True, backward=True),
+    _chunks("K128 V128 backward, log decays in fp32", gate="none", g_dtype=torch.float32, backward=True),
+    _chunks("K64 V128 backward", K=64, backward=True),
+    _chunks("K128 V64 backward, unbounded", V=64, gate="logsigmoid", backward=True),
+    _hopper("K128 V128 split, backward", split=4, backward=True),
+    _hopper(
+        "K128 V128 split, fixed length, V first, backward", split=4, packed=False, state_v_first=True, backward=True
+    ),
+    _hopper("K64 V64 split, backward", K=64, V=64, split=4, backward=True),
+    _chunks("K128 V128 kept for the backward pass", kept=True),
+    _hopper("K128 V128 split, kept for the backward pass", split=4, kept=True),
+    _hopper_step(128, "lower_bound"),
+    _hopper_step(64, "softplus"),
+    _hopper_replay("K128 V128", 7),
+    _hopper_replay("K128 V128 bf16", 3, state_dtype=torch.bfloat16),
+    _hopper_replay("K128 V128 bf16, two CTAs an SM", 3, state_dtype=torch.bfloat16, N=100),
+    _hopper_replay("of 16 tokens K128 V128", 15, packed=True),
+    _hopper_replay("of 17 tokens K128 V128", 16),
+    _hopper_replay("of 17 tokens K128 V128 bf16", 16, state_dtype=torch.bfloat16),
+    _hopper_replay("K64 V64 bf16", 7, K=64, V=64, state_dtype=torch.bfloat16),
+    _hopper_replay("K128 V128 unbounded", 7, gate="softplus"),
+    _hopper_replay("K128 V128 unbounded bf16", 3, gate="softplus", state_dtype=torch.bfloat16),
+    _hopper_replay("K128 V128 unbounded bf16, two CTAs an SM", 3, gate="softplus", state_dtype=torch.bfloat16, N=100),
+    _hopper_replay("of 16 tokens K128 V128 unbounded", 15, packed=True, gate="softplus"),
+    _hopper_replay("of 17 tokens K128 V128 unbounded", 16, gate="softplus"),
+    _hopper_replay("K64 V64 unbounded bf16", 7, K=64, V=64, gate="logsigmoid", state_dtype=torch.bfloat16),
+    _hopper_commit("K128 V128"),
+    _hopper_commit("K128 V128 bf16", state_dtype=torch.bfloat16),
+    _hopper_commit("K64 V128 bf16", K=64, state_dtype=torch.bfloat16),
+    _hopper_commit("of 17 tokens K128 V128", spec_tokens=16),
+    _hopper_commit("of heads K128 V128 bf16", state_dtype=torch.bfloat16, N=512),
+    _hopper_commit("of heads K64 V128 bf16", K=64, state_dtype=torch.bfloat16, N=512),
+    _hopper_commit("of heads of 16 tokens K128 V128 bf16", spec_tokens=15, state_dtype=torch.bfloat16, N=512),
+    _hopper_commit("of 17 tokens K128 V128 bf16", spec_tokens=16, state_dtype=torch.bfloat16),
+    _hopper_fused("K128 V128 fp32"),
+    _hopper_fused("K128 V128 bf16", state_dtype=torch.bfloat16),
+    _hopper_fused("K128 V128 bf16, eight value heads", heads=8, group=8, state_dtype=torch.bfloat16),
+    _hopper_fused("K64 V64 bf16, unbounded, W3", K=64, V=64, gate="softplus", taps=3, state_dtype=torch.bfloat16),
+    _hopper("wy K128 V128", operation="wy"),
+    _hopper("wy K128 V128 fixed length", operation="wy", packed=False),
+    _hopper("wy K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),
+    _hopper("wy K64 V64", operation="wy", K=64, V=64),
+    _chunks("K64 V64", K=64, V=64),
+    _chunks("K64 V64 unbounded", K=64, V=64, gate="logsigmoid"),
+)
+
+
+def fingerprint(launch: Launch, arch: int) -> str:
+    """Of all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that the
+    kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
+    options = sorted(launch.options().items())
+    determined = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, arch)}"
+    return hashlib.sha256(determined.encode()).hexdigest()[:16]
+
+
+_intermediate: dict[tuple, str] = {}
+
+
+def intermediate(source: ASTSource | GluonASTSource, options: list[tuple[str, object]], arch: int) -> str:
+    """Triton's first IR, without source locations; functions are numbered as they appear. The same for all architectures
+    whose launches are alike, so it is made once."""
+    known = (source.fn, *(str(x) for x in (source.signature, source.constants, source.attrs, options)))
+    if known not in _intermediate:
+        target = GPUTarget("cuda", arch, 32)
+        backend = make_backend(target)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        parsed = backend.parse_options({**dict(options), **source.parse_options()})
+        helpers = backend.get_codegen_implementation(parsed), backend.get_module_map()
+        text = source.make_ir(target, parsed, *helpers, context).str_nodebug()
+        numbers: dict[str, str] = {}
+        _intermediate[known] = re.sub(
+            r'@(?:"[^"]+"|[\w.$-]+)', lambda name: numbers.setdefault(name[0], f"@{len(numbers)}"), text
+        )
+    return _intermediate[known]
+
+
+def unequal_sums(ptx: str) -> int:
+    """Sums of two lanes' products that the lanes do not hold alike, as each fused its own product into its addition
+    (`triton/device/products.py`). Products with 0 are exact."""
+    found = 0
+    names: dict[str, str] = {}
+    made: dict[str, tuple[str, ...]] = {}
+    for operation, operands in re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]+)\s+(.*);", ptx, re.MULTILINE):
+        target, *sources = re.sub(r"\|%p\d+", "", operands).split(", ")
+        sources = [names.get(x, x) for x in sources]
+        if operation == "mov.b32":
+            names[target] = sources[0]
+            continue
+        names.pop(target, None)
+        made[target] = operation, *sources
+        if operation == "fma.rn.f32":
+            *factors, addend = sources
+            shuffled, other, *_ = *made.get(addend, ()), "", ""
+            product, *others = made.get(other, ("",))
+            same = product == "mul.f32" and sorted(factors) == sorted(others)
+            found += same and shuffled.startswith("shfl.sync.bfly") and "0f00000000" not in factors
+    return found
+
+
+LINE = (
+    "sm_{arch} {kernel:18} {variant:46} {registers:4} registers {spill_bytes:5} B spilled {shared_bytes:7} B shared "
+    "{mma_waits:4} waits {instructions:6} instructions {seconds:5.1f} s"
+)
+
+
+@functools.cache
+def all_launches() -> list[tuple[int, str, Launch]]:
+    """With architecture and variant. The same in every process, so that a place in the list says which is meant."""
+    return [(arch, x.name, launch) for x in VARIANTS for arch in x.architectures() for launch in x.launches(arch)]
+
+
+def report(place: int, compiles: bool) -> dict:
+    """The launch at that place with its fingerprint, or compiled, with its costs."""
+    arch, variant, launch = all_launches()[place]
+    row = {"arch": arch, "variant": variant, "kernel": launch.kernel.__name__}
+    if not compiles:
+        return row | {"fingerprint": fingerprint(launch, arch)}
+    began = time.perf_counter()
+    kernel = compiled(launch, arch)
+    found = asdict(costs_of(kernel, arch)) | {"unequal_sums": unequal_sums(kernel.asm["ptx"])}
+    return row | found | {"triton": triton.__version__, "seconds": round(time.perf_counter() - began, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="default: all")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--places", type=int, nargs="*", help="launches by their places in the list of all")
+    parser.add_argument("--list", action="store_true", help="fingerprints (as JSON), and nothing is compiled")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--jobs", type=int, default=1, help="kernels compiled at a time")
+    arguments = parser.parse_args()
+    places = arguments.places
+    if places is None:
+        wanted = arguments.arch or ARCHITECTURES
+        found = enumerate(all_launches())
+        places = [i for i, (arch, variant, _) in found if arch in wanted and arguments.only in variant]
+    rows = []
+    for row in in_processes(report, [(place, not arguments.list) for place in places], arguments.jobs):
+        rows.append(row)
+        if not arguments.json and not arguments.list:
+            print(LINE.format_map(row), flush=True)
+    if arguments.json or arguments.list:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
