@@ -17,9 +17,9 @@ CODE = """
 import sys
 import torch
 import triton.language as tl
-from ..support.engine_kernels import STEP, extract, load
-from ..support.engines import LAYERS, Batch, K3Step, Model
-from ..support.oracle import relative_error
+from tests.support.engine_kernels import STEP, extract, load
+from tests.support.engines import LAYERS, Batch, K3Step, Model
+from tests.support.oracle import relative_error
 from pathlib import Path
 
 wheels, folder = map(Path, sys.argv[1:])

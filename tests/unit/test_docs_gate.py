@@ -77,7 +77,7 @@ for heads, K in ((2, 64), (48, 128)):
 
 COMPILES = """
 from flashdelta.tools.compile import compile_launch
-from ..compile.variants import VARIANTS, Variant
+from tests.compile.variants import VARIANTS, Variant
 
 given = dict(backend="hopper", gate="relu")
 small = [Variant("relu", K=64, V=64, backward=backward, **given) for backward in (False, True)]
