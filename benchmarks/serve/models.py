@@ -30,7 +30,7 @@ SCENARIOS = {
     "k3": Scenario(True),
     "k3-24": Scenario(True, heads=24),  # a shard for which vLLM has a fused step of its own
     "draft": Scenario(False, drafts=3),
-    "preempt": Scenario(True, blocks=100),
+    "preempt": Scenario(True, blocks=72),
 }
 MODES = ("off", "on", "fused", "base", "on-base")
 """vLLM's own, with flashdelta, with its fused step in place of vLLM's, too; `base` takes 512 instead of 8192 tokens a step."""
@@ -141,7 +141,7 @@ def engine(scenario: Scenario, mode: str, sizes: Sizes, folder: str):
     if sizes.cache_gib:
         given["kv_cache_memory_bytes"] = int(sizes.cache_gib * 2**30)
     if scenario.blocks:
-        given["num_gpu_blocks_override"] = scenario.blocks
+        given |= {"num_gpu_blocks_override": scenario.blocks, "max_num_seqs": 16}
     if scenario.drafts:
         lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
         given["speculative_config"] = {"method": "ngram", "num_speculative_tokens": scenario.drafts, **lookup}
