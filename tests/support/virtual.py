@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from flashdelta.problem.exchanges import Memory
+from flashdelta.parallel.exchange import Memory
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flashdelta.parallel import context_parallel, halo
-from flashdelta.problem import exchanges
-from flashdelta.problem.exchanges import ALL, EARLIER, LATER, SharedMemory, exchange
+from flashdelta.parallel import exchange as exchanges
+from flashdelta.parallel.exchange import ALL, EARLIER, LATER, SharedMemory, exchange
 
 from ..support.cases import Case
 from ..support.inputs import make_call

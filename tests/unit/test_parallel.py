@@ -22,10 +22,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
-from flashdelta.parallel import ContextParallel, context_parallel, halo
-from flashdelta.problem import context as contexts
-from flashdelta.problem import device_checks, rank_checks
-from flashdelta.problem.border import (
+from flashdelta.parallel import ContextParallel, checks, context_parallel, halo
+from flashdelta.parallel import context as contexts
+from flashdelta.parallel.border import (
     ANY_HALO,
     BORDER,
     DIGEST,
@@ -39,6 +38,7 @@ from flashdelta.problem.border import (
     counts,
     shard,
 )
+from flashdelta.problem import device_checks
 from flashdelta.problem.problem import AUTO
 from flashdelta.reference import parallel
 from flashdelta.runtime.call import check
@@ -603,7 +603,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def by_backend(backend: str):
     """Backward passes of backends do not exchange alike."""
-    return lambda c: rank_checks.check_call_of_ranks(c, check(fd.chunk_kda, **small_call(), cp_context=c)[0], backend)
+    return lambda c: checks.check_call_of_ranks(c, check(fd.chunk_kda, **small_call(), cp_context=c)[0], backend)
 
 
 def of_group(**options):
@@ -656,7 +656,7 @@ def test_a_refusal_that_nobody_can_be_told_keeps_its_words(checked: None, monkey
 
     def call(context: ContextParallel) -> None:
         with monkeypatch.context() as here:
-            here.setattr(rank_checks, "group_named", gone)
+            here.setattr(checks, "group_named", gone)
             kda(context, q=7)
 
     assert all(text.startswith("q: got int") for text in heard(call, call))

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import rank_checks
-from .arguments import check_tensor, flag, positive, shape_of
+from ..problem.arguments import check_tensor, flag, positive, shape_of
+from ..problem.device_checks import enabled
+from ..problem.errors import wrong
 from .border import (
     ANY_HALO,
     BORDER,
@@ -29,10 +30,8 @@ from .border import (
     new_border,
     shard,
 )
-from .device_checks import enabled
-from .errors import wrong
-from .exchanges import EXCHANGES, chosen_exchange
-from .groups import check_alive, members
+from .checks import broadcast_errors, check_on_all_ranks
+from .exchange import EXCHANGES, check_alive, chosen_exchange, members
 
 MOST_TOKENS = 2**31 - 1
 """Of a rank."""
@@ -44,7 +43,7 @@ class ContextParallel:
     are the same with them, whatever their offsets.
 
     `cu_seqlens [N + 1]` int32: offsets of this rank's tokens, on the device; None if each batch row is one sequence over all
-    ranks. `border [10]` int32, on the device, is what kernels read of the other ranks (`problem/border.py` lists its places).
+    ranks. `border [10]` int32, on the device, is what kernels read of the other ranks (`parallel/border.py` lists its places).
     `tokens`: of a rank (None: each rank has its own). `conv_size`: taps of the layer's convolution.
     """
 
@@ -120,14 +119,14 @@ class ContextParallel:
             ValueError, TypeError: offsets that do not fit.
         """
         assert self.cu_seqlens is not None and self.tokens is not None, "context_parallel gives both"
-        with rank_checks.refusals_told(self):
+        with broadcast_errors(self):
             check_offsets(cu_seqlens)
             if cu_seqlens.device.type == "cpu" or enabled():
                 on_host = cu_seqlens.cpu()
                 check_values(on_host, self.ranks * self.tokens)
                 self._check_capacity(counts(on_host, self.ranks, self.tokens).tolist())
             local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
-        rank_checks.check_on_all_ranks(self, "update_", "cu_seqlens", border)
+        check_on_all_ranks(self, "update_", "cu_seqlens", border)
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
         object.__setattr__(self, "sequences", len(cu_seqlens) - 1)
@@ -204,7 +203,7 @@ def context_parallel(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted. Where
             `"put"` can't be, every rank says why.
     """
-    with rank_checks.refusals_told(group):
+    with broadcast_errors(group):
         name, rank, ranks = members(group)
         offsets = _offsets_on_host(cu_seqlens, cu_seqlens_cpu)
         if exchange not in EXCHANGES:
@@ -236,7 +235,7 @@ def context_parallel(
         sequences=len(offsets) - 1,
     )
     options = max_sequences, conv_size, exchange, relay
-    rank_checks.check_on_all_ranks(context, ("context_parallel", *options), "cu_seqlens")
+    check_on_all_ranks(context, ("context_parallel", *options), "cu_seqlens")
     way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
     return context if way == exchange else replace(context, exchange=way)
 
