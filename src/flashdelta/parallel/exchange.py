@@ -155,10 +155,6 @@ LIVING = "one that there is"
 # ---- put ------------------------------------------------------------------------------------------------------------------
 
 
-Memory = Any
-"""As PyTorch's symmetric memory has it: as many bytes on every rank, which every rank can write (`get_buffer`); a `barrier` and
-signals (`put_signal`, `wait_signal`), each with a channel, that what follows on the current stream waits for."""
-
 TURNS = 2
 """Of the places for packets that exchanges take in turn. A captured one has a place of its own, behind these."""
 
@@ -203,7 +199,8 @@ class SharedMemory:
         self.group, self.device = weakref.ref(group), device
         self.rank, self.ranks = group.rank(), group.size()
         self.room = self.calls = self.timeout_ms = 0
-        self.memory: Memory
+        self.memory: Any
+        """As PyTorch's symmetric memory has it."""
         self.buffers: list[Tensor] = []
         self.places: dict[tuple[int, int], _Place] = {}
         """By bytes of a packet, and by where the first one lies."""
@@ -212,7 +209,7 @@ class SharedMemory:
         """Each rank begins with another one."""
         self.sides = {ALL: (self.others, self.others), LATER: (later, earlier), EARLIER: (earlier, later)}
         """Whom this rank sends to, and who sends to it."""
-        self.outgrown: list[tuple[Memory, list[Tensor]]] = []
+        self.outgrown: list[tuple[Any, list[Tensor]]] = []
         self.unread: list[tuple[int, int]] = []
         """Signals of the last exchange that have not been waited for: rank and channel."""
         self.done: torch.cuda.Event | None = None
@@ -403,7 +400,7 @@ def _stands_in(group: Any) -> bool:
     return hasattr(group, "share")
 
 
-def _opened(group: Any, nbytes: int, device: torch.device) -> tuple[Tensor, Memory]:
+def _opened(group: Any, nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
     """Memory of this rank, and that of all."""
     if _stands_in(group):
         own = torch.empty(nbytes, dtype=torch.uint8, device=device)
