@@ -23,24 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
 from flashdelta.parallel import ContextParallel, checks, context_parallel, halo
+from flashdelta.parallel import border as at
 from flashdelta.parallel import context as contexts
-from flashdelta.parallel.border import (
-    ANY_HALO,
-    BORDER,
-    DIGEST,
-    FIRST,
-    FIRST_RANK,
-    HALO,
-    LAST_RANK,
-    OPEN_IN,
-    OPEN_OUT,
-    SEQUENCES,
-    counts,
-    shard,
-)
+from flashdelta.parallel.border import BORDER, counts, shard
 from flashdelta.problem import device_checks
 from flashdelta.problem.problem import AUTO
-from flashdelta.reference import parallel
 from flashdelta.runtime.call import check
 
 from ..support.cases import BY_NAME, Case
@@ -114,21 +101,6 @@ def test_every_kind_of_call(name: str):
     case, ranks = CASES[name]
     cut = cut_of(case, ranks)
     assert_same(cut.over_ranks(), cut.whole())
-
-
-@pytest.mark.parametrize(("ranks", "columns"), [(2, 64), (3, 32 + 64)])
-def test_two_ranks_tell_each_other_b_alone(ranks: int, columns: int, monkeypatch: pytest.MonkeyPatch):
-    """And what they keep for a backward pass is half as much, where K is V."""
-    shapes, exchange = [], parallel.exchange_packets
-
-    def noted(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
-        shapes.append(packets.shape)
-        exchange(packet, packets, name, way)
-
-    monkeypatch.setattr(parallel, "exchange_packets", noted)
-    cut = cut_of(packed((20, 76)), ranks)
-    assert_same(cut.over_ranks(), cut.whole())
-    assert set(shapes) == {(ranks, 1, 2, columns, 32)}
 
 
 def test_one_rank_is_the_plain_call():
@@ -210,13 +182,13 @@ def test_a_shard_has_the_sequences_that_lie_there(batch: tuple[tuple[int, ...], 
         assert local.tolist() == wanted + wanted[-1:] * (len(own) + spare + 1 - len(wanted))
         opened = [i for i, n in enumerate(own) if cut.offsets[n] < low]
         left = [i for i, n in enumerate(own) if cut.offsets[n + 1] > high]
-        assert int(border[SEQUENCES]) == len(own)
+        assert int(border[at.SEQUENCES]) == len(own)
         if lengths:
             context = ContextParallel(None, "none", rank, ranks, border, local)
             of_all = torch.arange(len(lengths))
             found = context.rows(torch.stack([of_all, -of_all], dim=1))
             assert found.shape == (len(own) + spare, 2) and found[: len(own), 0].tolist() == list(own)
-        assert ([int(border[OPEN_IN])], [int(border[OPEN_OUT])]) == (opened or [-1], left or [-1])
+        assert ([int(border[at.OPEN_IN])], [int(border[at.OPEN_OUT])]) == (opened or [-1], left or [-1])
 
 
 def test_rows_are_those_of_the_last_update():
@@ -236,8 +208,8 @@ def test_offsets_that_nobody_reads_name_ranks_that_are_there(offsets: list[int])
     """On a device values are not checked, and kernels read what these ranks have sent."""
     for rank in range(3):
         local, border = shard(torch.tensor(offsets), rank, 3, 16, 2)
-        assert 0 <= int(border[FIRST_RANK]) <= rank <= int(border[LAST_RANK]) < 3
-        assert -1 <= int(border[OPEN_IN]) < 2 and -1 <= int(border[OPEN_OUT]) < 2
+        assert 0 <= int(border[at.FIRST_RANK]) <= rank <= int(border[at.LAST_RANK]) < 3
+        assert -1 <= int(border[at.OPEN_IN]) < 2 and -1 <= int(border[at.OPEN_OUT]) < 2
         assert 0 <= int(local.min()) <= int(local.max()) <= 16
 
 
@@ -248,7 +220,7 @@ def test_ranks_are_counted_at_once(batch: tuple[tuple[int, ...], int], short: in
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     tokens = int(offsets[-1]) // ranks
     offsets = offsets.clamp(max=max(int(offsets[-1]) - short, 0))
-    wanted = [int(shard(offsets, rank, ranks, tokens, 1)[1][SEQUENCES]) for rank in range(ranks)]
+    wanted = [int(shard(offsets, rank, ranks, tokens, 1)[1][at.SEQUENCES]) for rank in range(ranks)]
     assert counts(offsets, ranks, tokens).tolist() == wanted
 
 
@@ -344,7 +316,7 @@ def test_a_context_of_fla_says_what_ours_says(lengths: tuple[int, ...], traced: 
         with monkeypatch.context() as patch:
             patch.setattr(torch.compiler, "is_compiling", lambda: traced)
             border = contexts.as_context(other).border
-        read = [place for place in range(BORDER) if place not in (DIGEST, FIRST)]
+        read = [place for place in range(BORDER) if place not in (at.DIGEST, at.FIRST)]
         return same_bits(border[read], ours.border[read])
 
     assert all(on_ranks(3, run))
@@ -708,7 +680,7 @@ def test_tokens_on_earlier_ranks_are_counted_up_to_a_bound():
     """Beyond 2^31 an int32 would wrap."""
     tokens = 2**30
     _, border = shard(torch.tensor([0, 4 * tokens]), 3, 4, tokens, 1)
-    assert border[HALO] == ANY_HALO and border[FIRST_RANK] == 0
+    assert border[at.HALO] == at.ANY_HALO and border[at.FIRST_RANK] == 0
 
 
 def test_an_update_has_the_room_that_each_rank_has():
