@@ -89,6 +89,8 @@ def test_split_with_a_pool_and_checkpoints(pool_case: PoolCase, parts: int, back
 
 
 FEW_HEADS = replace(KIMI, H=2, HV=2, state=FP32)
+PLANNED = [(9000, 0, 100, 0), (2275, 2275, 2275, 2275), (0, 4000, 1, 5099)]
+"""As many tokens, in sequences that are split and in ones that are not."""
 
 
 def _planned(call: dict) -> list[int]:
@@ -116,6 +118,12 @@ def test_long_sequences_are_split_by_themselves(backend: str):
     assert _planned(call)[0] > 1 and _planned(call)[1:] == [1, 1, 1]
     for x, whole in near_the_whole(call):
         assert not same_bits(x, whole)
+
+
+@pytest.mark.parametrize("lengths", PLANNED, ids=str)
+def test_planned_splits_are_near_the_whole(lengths: tuple[int, ...], backend: str):
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend)
+    near_the_whole(call)
 
 
 @pytest.mark.parametrize("gate", ["long memory", "strong decay"])
