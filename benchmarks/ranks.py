@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashdelta.ops.chunk import chunk_kda
-from flashdelta.problem.context import ContextParallel, context_parallel
+from flashdelta.parallel import ContextParallel, context_parallel
 from flashdelta.tools.devices import synchronize
 from tests.support.cases import BF16, Case
 from tests.support.inputs import TOKEN_TENSORS, make_call

@@ -145,7 +145,7 @@ MUTANTS: list[Row] = [
     ("problem/operations.py", 'if sizes["rows"] < least:', "if False:", "unit/test_bad_input.py"),
     ("problem/device_checks.py", "if b < a:", "if False:", "unit/test_bad_input.py"),
     ("problem/device_checks.py", "if index in self.written:", "if False:", "unit/test_bad_input.py"),
-    ("problem/rank_checks.py", "if calls[r] != calls[0]:", "if False:", "unit/test_parallel.py"),
+    ("parallel/checks.py", "if calls[r] != calls[0]:", "if False:", "unit/test_parallel.py"),
     ("backends.py", "if capability[0] != 9:", "if capability[0] < 9:", "unit/test_hopper_choice.py"),
     # ---- launch cache, replay, answers that are kept
     ("program/cache.py", "found += x.shape, x.stride(), x.dtype", "found += x.shape, x.dtype",
@@ -170,18 +170,18 @@ MUTANTS: list[Row] = [
     # ---- gradients
     ("runtime/autograd.py", "found[role] = found[role].view(x.shape)", "pass",
      "unit/test_program.py::test_both_directions_replay"),
-    ("runtime/autograd.py", "if x._version != version:", "if False:", "unit/test_parallel.py"),
+    ("problem/arguments.py", "if x._version != version:", "if False:", "unit/test_parallel.py"),
     ("runtime/autograd.py", '"backward", next(_serials)', '"backward", 0', "unit/test_program.py"),
     ("runtime/torch_ops.py", "by_role.get(role) if is_tensor else None", "None", "unit/test_operators.py"),
     # the gradient of a sum is no dense tensor
     ("triton/launch.py", '"num_accepted_tokens", "dht"),', '"num_accepted_tokens"),',
      "interpreter/test_backward.py::test_gradients_of_sums"),
     # ---- several GPUs
-    ("problem/exchanges.py", "TURNS = 2", "TURNS = 1", "unit/test_exchanges.py"),
-    ("problem/exchanges.py", "for peer, late in self.unread:", "for peer, late in ():", "unit/test_exchanges.py"),
-    ("problem/exchanges.py", "self.places.get((nbytes, begin))", "self.places.get((nbytes, 0))",
+    ("parallel/exchange.py", "TURNS = 2", "TURNS = 1", "unit/test_exchanges.py"),
+    ("parallel/exchange.py", "for peer, late in self.unread:", "for peer, late in ():", "unit/test_exchanges.py"),
+    ("parallel/exchange.py", "self.places.get((nbytes, begin))", "self.places.get((nbytes, 0))",
      "unit/test_exchanges.py"),
-    ("problem/border.py", "some & (begin < low)", "some & (begin <= low)", "unit/test_parallel.py"),
+    ("parallel/border.py", "some & (begin < low)", "some & (begin <= low)", "unit/test_parallel.py"),
     ("parallel/halo.py", "+= grads[r][:, start:stop]", "= grads[r][:, start:stop]", "unit/test_parallel.py"),
     # ---- layer, reference, integrations, export
     ("nn/attention.py", "o = torch.where(covered[:, None, None], o, 0.0)", "pass",

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import kernels
+from . import kernels, parallel
 from .ops.chunk import chunk_kda
 from .ops.convolution import short_convolution
 from .ops.decode import commit, recurrent_kda, replay_buffer
@@ -16,7 +16,7 @@ from .runtime.supports import Support, supports
 from .runtime.warmup import warmup
 
 if TYPE_CHECKING:
-    from . import nn, parallel
+    from . import nn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,8 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`flashdelta.nn` and `flashdelta.parallel` are imported when they are first asked for."""
-    if name in ("nn", "parallel"):
+    """`flashdelta.nn` is imported when it is first asked for."""
+    if name == "nn":
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -35,7 +35,7 @@ from flashdelta.ops.fused_decode import fused_kda_decode
 from flashdelta.ops.norm import gated_rms_norm
 from flashdelta.ops.prefill_fp32 import kda_prefill
 from flashdelta.ops.recurrent import fused_recurrent_kda
-from flashdelta.problem.border import BORDER
+from flashdelta.parallel.border import BORDER
 from flashdelta.problem.operations import PREFILL_SIZES
 from flashdelta.problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors, record_width
 from flashdelta.program.launch import Launch

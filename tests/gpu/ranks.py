@@ -19,7 +19,7 @@ import flashdelta as fd
 from flashdelta.nn import KdaLanguageModel, KimiDeltaAttention, LanguageModelConfig, shard_attention
 from flashdelta.nn.lm import VOCABULARY
 from flashdelta.parallel import context_parallel
-from flashdelta.problem.exchanges import exchange
+from flashdelta.parallel.exchange import exchange
 
 from ..support.cases import BF16, FP32, Case
 from ..support.inputs import TOKEN_TENSORS, make_call

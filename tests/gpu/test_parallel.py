@@ -12,9 +12,6 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from flashdelta.parallel import context_parallel
-from flashdelta.problem import device_checks
-
 from ..support.cases import BF16, FP32, Case
 from ..support.examples import trains_on_one_curve
 from ..support.inputs import TOKEN_TENSORS, make_call
@@ -22,7 +19,6 @@ from ..support.oracle import float64, same_bits
 from ..support.processes import on_processes
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
-from ..support.virtual import VirtualRank, on_ranks
 from .calls import KIMI
 from .ranks import CASES, TOLD, WAYS, cut_of, layered, lose_a_rank, trained, work, work_of_more
 
@@ -208,18 +204,6 @@ def test_a_rank_hears_of_one_that_is_lost(way: str):
     with pytest.raises(ProcessExitedException) as ended:
         on_processes(RANKS, lose_a_rank, way, "triton", device="cuda", timeout=PATIENCE)
     assert ended.value.exit_code in (TOLD, -signal.SIGABRT)
-
-
-def test_an_update_on_the_device_is_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group: VirtualRank) -> str:
-        context = context_parallel(torch.tensor([0, 64], device="cuda"), group=group)
-        with pytest.raises(ValueError) as refused:
-            context.update_(torch.tensor([0, 65], device="cuda"))
-        return str(refused.value)
-
-    assert all(text.startswith("cu_seqlens: got last offset 65") for text in on_ranks(RANKS, run))
 
 
 @two_gpus

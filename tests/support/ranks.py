@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 import flashdelta as fd
 from flashdelta.parallel import ContextParallel, context_parallel
-from flashdelta.problem.border import FIRST_RANK, HALO, LAST_RANK, OPEN_IN, OPEN_OUT, counts, shard
+from flashdelta.parallel.border import FIRST_RANK, HALO, LAST_RANK, OPEN_IN, OPEN_OUT, counts, shard
 
 from .inputs import TOKEN_TENSORS
 from .virtual import on_ranks

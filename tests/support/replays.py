@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flashdelta.backends import HopperBackend, TritonBackend
+from flashdelta.parallel.exchange import Exchange
 from flashdelta.problem.arguments import extent
 from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
-from flashdelta.program.exchange import Exchange
 from flashdelta.program.launch import ARGUMENTS, Launch
 from flashdelta.program.program import Program
 from flashdelta.runtime import call as road

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from flashdelta.problem.exchanges import Memory
-
 T = TypeVar("T")
 
 _serials = itertools.count()
@@ -158,7 +156,7 @@ class VirtualRank(ProcessGroup):
 
     all_gather_single = _allgather_base
 
-    def share(self, own: Tensor) -> Memory:
+    def share(self, own: Tensor) -> _Shared:
         """The memory of all ranks, of which this one brings its `own`."""
         meeting = self.meeting
         meeting.packets[self.place] = own

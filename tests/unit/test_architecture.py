@@ -17,11 +17,14 @@ PACKAGE = ROOT / "src" / "flashdelta"
 FLOORS = ("ops", "runtime", "backends", "hopper", "triton", "reference", "program", "problem")
 """From the top; a module imports from its own floor or from one below. What stands beside them may use all."""
 
+ELSEWHERE = {"parallel": "problem", "parallel.merge": "triton"}
+"""Floors of the folder for several GPUs: a call's problem has a context, and merging is part of building a program."""
+
 BESIDE = ("nn", "integrations", "testing", "tools", "kernels", "__init__", "__main__")
 SAME = {
     *("prepare", "recurrence", "segments", "reverse", "wy", "intra", "decode", "verify", "commit"),
     *("launch", "build", "gradients", "chunk", "recurrent", "split", "sequences", "states", "convolution", "norm"),
-    "fused_decode",
+    *("fused_decode", "merge"),
 }
 """Operations, stages, and what every backend has: a file of such a name is about the same in each."""
 
@@ -57,7 +60,7 @@ def imports(name: str) -> set[str]:
 
 
 def floor(name: str) -> str:
-    return name.split(".")[0]
+    return ELSEWHERE.get(name) or ELSEWHERE.get(name.split(".")[0]) or name.split(".")[0]
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if floor(name) in FLOORS])
@@ -89,7 +92,7 @@ def test_a_basename_means_one_thing():
     for name in MODULES:
         if floor(name) in FLOORS and not name.endswith("__init__"):
             by_name[name.split(".")[-1]].append(name)
-    folders = {"device", "problem", "program", "reference", "triton", "hopper", "ops", "runtime"}
+    folders = {"device", "parallel", "problem", "program", "reference", "triton", "hopper", "ops", "runtime"}
     repeated = {name for name, where in by_name.items() if len(where) > 1 and name not in folders}
     assert repeated <= SAME, repeated - SAME
 

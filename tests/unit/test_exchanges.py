@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flashdelta.parallel import context_parallel, halo
-from flashdelta.problem import exchanges
-from flashdelta.problem.exchanges import ALL, EARLIER, LATER, SharedMemory, exchange
+from flashdelta.parallel import exchange as exchanges
+from flashdelta.parallel.exchange import ALL, EARLIER, LATER, SharedMemory, exchange
 
 from ..support.cases import Case
 from ..support.inputs import make_call
@@ -66,13 +66,6 @@ def test_a_rank_that_is_slower_by_a_call_reads_what_was_meant_for_it(late: int, 
     assert all(on_ranks(3, lambda group: exchanged(group, sizes, TO[to]), late))
 
 
-@pytest.mark.parametrize("to", [ALL, LATER])
-def test_one_place_would_be_written_too_early(to: str, monkeypatch: pytest.MonkeyPatch):
-    """What the places in turn are for: the same ranks, without."""
-    monkeypatch.setattr(exchanges, "TURNS", 1)
-    assert on_ranks(2, lambda group: exchanged(group, [64] * 6, [to]), late=1) == [True, False]
-
-
 def test_a_rank_that_nobody_sends_to_does_not_wait():
     """It leaves an exchange when the other has begun the one before: two places hold what that has not read."""
     done = [0, 0]
@@ -115,24 +108,6 @@ def test_captured_exchanges_meet_whatever_comes_before(
     assert all(on_ranks(ranks, lambda group: replays(group, captured, TO[to]), late))
 
 
-@pytest.mark.parametrize("to", [LATER, EARLIER])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_captured_exchanges_would_take_the_signals_of_others(
-    ranks: int, to: str, captured: threading.local, monkeypatch: pytest.MonkeyPatch
-):
-    """What channels of their own are for: the same ranks, without. The late one is told what was meant for a later exchange."""
-    place = SharedMemory._place
-
-    def shared(self: SharedMemory, nbytes: int, to: str, captured: bool) -> tuple:
-        found, channel = place(self, nbytes, to, captured)
-        return found, channel % len(exchanges.DIRECTIONS)
-
-    monkeypatch.setattr(SharedMemory, "_place", shared)
-    late = ranks - 1 if to == LATER else 0
-    right = on_ranks(ranks, lambda group: replays(group, captured, [to]), late)
-    assert not right[late]
-
-
 @pytest.mark.parametrize("before", [[], [64]])
 def test_a_capture_without_room_is_refused_on_every_rank(before: list[int], captured: threading.local):
     def run(group: VirtualRank) -> str:
@@ -164,13 +139,7 @@ def test_what_a_graph_holds_stays():
 class StandIn:
     """A group that brings its own kind of memory."""
 
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def share(self, own: Tensor) -> None: ...
+    rank, size, share = (lambda self: 0), (lambda self: 2), None
 
 
 def test_a_later_group_of_a_name_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch):
@@ -331,15 +300,6 @@ def test_every_rank_finds_the_same_way(name: str, pretended: Callable):
             assert way == text == "put"
         else:
             assert way == "gather" and text.startswith(f"exchange: got 'put', wanted 'gather' ({obstacle}")
-
-
-def test_the_reason_is_told_where_it_is_known(pretended: Callable):
-    def run(group: VirtualRank) -> str | None:
-        pretended(group, {"opens": (True, False)})
-        return exchanges._memory_of(group.group_name, torch.device("cuda", group.rank())).obstacle
-
-    absent = "no symmetric memory on rank 1"
-    assert on_ranks(2, run) == [absent, f"{absent}: no such memory"]
 
 
 def test_a_group_is_not_asked_in_a_capture(pretended: Callable):

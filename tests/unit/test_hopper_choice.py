@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.hopper.build import STEPS_FROM, build, in_steps
+from flashdelta.hopper.build import build, in_steps
 from flashdelta.hopper.launch import ctas, layout, prefetching_ctas
 from flashdelta.hopper.recurrence import stream_k_pays
 from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
@@ -24,7 +24,7 @@ from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
 from flashdelta.runtime.warmup import _warm_sizes
 
-from ..compile.variants import BETWEEN, BUILD, on_rank
+from ..compile.variants import BETWEEN, on_rank
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..gpu.test_pool import MODELS as POOL_MODELS
 from ..support.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
@@ -68,16 +68,33 @@ def test_takes_the_table_of_cases(case: Case):
     assert_takes(on_meta(make_call(case, BF16)))
 
 
+RANK_HEADS = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+GROUPED = ((1, 2), (2, 6), (4, 16), (1, 8), (2, 16), (16, 32), (16, 64), (12, 96))
+PACKED = ((), (0,), (1,) * 600, (131_072, *(1024,) * 5), (3000, 0, 1))
+STATES = itertools.product((None, FP32, BF16), *[(False, True)] * 3, (None, (100, 0, 28)))
+TAKEN = [
+    *({"H": H, "HV": H, "T": 8192, "lengths": x, "state": FP32} for H in RANK_HEADS for x in (None, (3000, 0, 17))),
+    *({"H": H, "HV": HV, "T": 4096} for H, HV in GROUPED),
+    *(dict(zip(("state", "v_first", "final", "h", "lengths"), x)) for x in STATES),
+    *({"lengths": x, "unused": 5, "offsets_dtype": y} for x in PACKED for y in (torch.int32, torch.int64)),
+    *({"H": H, "HV": H, "T": T} for H in (12, 64) for T in (131_072, 1_048_576)),
+]
+
+
 @pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
-@pytest.mark.parametrize("lengths", [None, (3000, 0, 17)], ids=["fixed", "packed"])
-@pytest.mark.parametrize("heads", [1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96])
-def test_takes_the_heads_of_a_rank(heads: int, lengths: tuple[int, ...] | None, model: Case):
-    assert_takes(meta_call(replace(model, H=heads, HV=heads, T=8192, lengths=lengths, state=FP32)))
+def test_takes_heads_states_and_lengths(model: Case):
+    for changes in TAKEN:
+        assert_takes(meta_call(replace(model, **changes)))
 
 
-@pytest.mark.parametrize(("H", "HV"), [(1, 2), (2, 6), (4, 16), (1, 8), (2, 16), (16, 32), (16, 64), (12, 96)])
-def test_takes_grouped_value_heads(H: int, HV: int):
-    assert_takes(meta_call(replace(KIMI, H=H, HV=HV, T=4096)))
+@pytest.mark.parametrize("beta_dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("beta", ["value", "logit", "double_logit"])
+@pytest.mark.parametrize("grad", ["q", "v", "beta", "A_log"])
+def test_takes_every_beta_and_gradients(grad: str, beta: str, beta_dtype: torch.dtype):
+    call = meta_call(replace(KIMI, beta=beta))
+    call["beta"] = call["beta"].to(beta_dtype)
+    call[grad].requires_grad_()
+    assert_takes(call)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
@@ -86,34 +103,6 @@ def test_takes_grouped_value_heads(H: int, HV: int):
 def test_takes_every_gate(case: Case, g_dtype: torch.dtype, dims: tuple[int, int]):
     call = meta_call(replace(case, K=dims[0], V=dims[1], wide_gate=False))
     assert_takes(call | {"g": call["g"].to(g_dtype)})
-
-
-@pytest.mark.parametrize("beta_dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("beta", ["value", "logit", "double_logit"])
-def test_takes_every_beta(beta: str, beta_dtype: torch.dtype):
-    call = meta_call(replace(KIMI, beta=beta))
-    assert_takes(call | {"beta": call["beta"].to(beta_dtype)})
-
-
-@pytest.mark.parametrize("lengths", [None, (100, 0, 28)], ids=["fixed", "packed"])
-@pytest.mark.parametrize("final", [False, True])
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state", [None, FP32, BF16], ids=str)
-def test_takes_states(state: torch.dtype | None, v_first: bool, final: bool, lengths: tuple[int, ...] | None):
-    for h in (False, True):
-        assert_takes(meta_call(replace(KIMI, state=state, v_first=v_first, final=final, h=h, lengths=lengths)))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_takes_packed_sequences(dtype: torch.dtype):
-    for lengths in ((), (0,), (1,) * 600, (131_072, *(1024,) * 5), (3000, 0, 1)):
-        assert_takes(meta_call(replace(KIMI, lengths=lengths, unused=5, offsets_dtype=dtype)))
-
-
-@pytest.mark.parametrize("T", [131_072, 1_048_576])
-def test_takes_long_sequences(T: int):
-    assert_takes(meta_call(replace(KIMI, H=12, HV=12, T=T)))
-    assert_takes(meta_call(replace(UNBOUNDED, H=64, HV=64, T=T)))
 
 
 POOLS = [
@@ -143,13 +132,8 @@ def test_declines_other_gpus(capability: tuple[int, int], monkeypatch: pytest.Mo
     has_capability(monkeypatch, capability)
     assert_declines(meta_call(KIMI), f"compute capability {capability}; it runs on Hopper, (9, 0)")
     assert fd.explain(fd.chunk_kda, **meta_call(KIMI), device="cuda").chosen == "triton"
-
-
-def test_declines_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
-    assert_declines(meta_call(KIMI), "device type 'cpu'; it runs on NVIDIA Hopper GPUs", device="cpu")
-    assert_declines(meta_call(KIMI), "device type 'meta'", device="meta")
-    has_capability(monkeypatch, None)
-    assert_declines(meta_call(KIMI), "no NVIDIA GPU on this machine")
+    with pytest.raises(ValueError, match=r"^backend: got 'hopper', wanted .*\(hopper: compute capability"):
+        fd.explain(fd.chunk_kda, **meta_call(KIMI), device="cuda", backend="hopper")
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (9, 4)])
@@ -159,10 +143,14 @@ def test_amd_gpus_are_left_to_the_reference(capability: tuple[int, int], monkeyp
     monkeypatch.setattr(torch.version, "hip", "7.0")
     explanation = fd.explain(fd.chunk_kda, **meta_call(KIMI), device="cuda")
     assert explanation.chosen == "reference"
-    for found in explanation.verdicts[:2]:
-        assert not found.supported and "AMD" in found.reason and found.reason.endswith("need an NVIDIA GPU")
-        with pytest.raises(ValueError, match="need an NVIDIA GPU"):
-            fd.explain(fd.chunk_kda, **meta_call(KIMI), backend=found.backend, device="cuda")
+    assert all(not found.supported and "AMD" in found.reason for found in explanation.verdicts[:2])
+
+
+def test_declines_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    assert_declines(meta_call(KIMI), "device type 'cpu'; it runs on NVIDIA Hopper GPUs", device="cpu")
+    assert_declines(meta_call(KIMI), "device type 'meta'", device="meta")
+    has_capability(monkeypatch, None)
+    assert_declines(meta_call(KIMI), "no NVIDIA GPU on this machine")
 
 
 def test_declines_without_gluon(monkeypatch: pytest.MonkeyPatch):
@@ -170,24 +158,17 @@ def test_declines_without_gluon(monkeypatch: pytest.MonkeyPatch):
     assert_declines(meta_call(KIMI), "no Gluon for Hopper; it needs Triton 3.6 or newer")
 
 
-DECLINED = {
-    "chunk_size 32; it takes 64": replace(KIMI, chunk_size=32),
-    "more than 2^31 workspace rows": replace(KIMI, H=64, HV=64, T=2**23),
-    **{
-        f"K = {K}, V = {V}; it takes 64 and 128": replace(KIMI, K=K, V=V)
-        for K, V in ((32, 64), (128, 32), (256, 128), (64, 256))
-    },
-}
+DECLINED = [
+    ({"chunk_size": 32}, BF16, "chunk_size 32; it takes 64"),
+    ({"H": 64, "HV": 64, "T": 2**23}, BF16, "more than 2^31 workspace rows"),
+    *(({"K": K, "V": V}, BF16, f"K = {K}, V = {V}; it takes") for K, V in ((32, 64), (128, 32), (256, 128), (64, 256))),
+    *(({}, dtype, f"dtype {dtype}; it computes in bfloat16") for dtype in (FP16, FP32, torch.float64)),
+]
 
 
-@pytest.mark.parametrize("reason", DECLINED)
-def test_declines_other_sizes(reason: str):
-    assert_declines(meta_call(DECLINED[reason]), reason)
-
-
-@pytest.mark.parametrize("dtype", [FP16, FP32, torch.float64], ids=str)
-def test_declines_other_dtypes(dtype: torch.dtype):
-    assert_declines(meta_call(KIMI, dtype), f"dtype {dtype}; it computes in bfloat16")
+@pytest.mark.parametrize(("changes", "dtype", "reason"), DECLINED)
+def test_declines_other_sizes_and_dtypes(changes: dict, dtype: torch.dtype, reason: str):
+    assert_declines(meta_call(replace(KIMI, **changes), dtype), reason)
 
 
 def test_declines_the_token_recurrence_but_for_one_token():
@@ -198,19 +179,6 @@ def test_declines_the_token_recurrence_but_for_one_token():
     state = torch.empty(one["q"].shape[0], one["v"].shape[2], 128, 128, dtype=torch.bfloat16, device="meta")
     taken = one | {"initial_state": state, "state_v_first": True}
     assert verdict(taken, fd.fused_recurrent_kda).supported
-
-
-@pytest.mark.parametrize("name", ["q", "v", "beta", "A_log"])
-def test_takes_gradients(name: str):
-    call = meta_call(KIMI)
-    call[name].requires_grad_()
-    assert_takes(call)
-
-
-def test_asking_for_it_by_name_gives_the_reason(monkeypatch: pytest.MonkeyPatch):
-    has_capability(monkeypatch, (8, 0))
-    with pytest.raises(ValueError, match=r"^backend: got 'hopper', wanted .*\(hopper: compute capability \(8, 0\);"):
-        fd.explain(fd.chunk_kda, **meta_call(KIMI), device="cuda", backend="hopper")
 
 
 # ---- what it launches -----------------------------------------------------------------------------------------------
@@ -232,7 +200,7 @@ def test_a_forward_is_two_launches(case: Case):
     """After copies of what kernels do not read in place."""
     found, _ = launched(make_call(case, BF16))
     names = [launch.kernel.__name__ for launch in found]
-    assert [name for name in names if name != "copy_kernel"] == ["prepare_kernel", "recurrence_kernel"]
+    assert [name for name in names if not name.endswith("copy_kernel")] == ["prepare_kernel", "recurrence_kernel"]
 
 
 IN_PLACE = {"layout": "fused", "H": 8, "HV": 8}
@@ -275,8 +243,8 @@ def test_wy_reads_copies_of_what_is_off_a_boundary(layout: str, copied: bool):
         assert (x.data_ptr() != call[name].data_ptr()) == copied, name
         assert x.shape == call[name].shape
     # by dtypes, tokens and channels, four at most together
-    assert sum(launch.rows for launch in copies) == len(names) * copied and len(copies) <= 6
-    assert {launch.kernel.__name__ for launch in copies} <= {"copy_kernel"}
+    assert sum(launch.rows for launch in copies) == len(names) * copied and len(copies) <= 8
+    assert {launch.kernel.__name__ for launch in copies} <= {"copy_kernel", "strided_copy_kernel"}
 
 
 @pytest.mark.parametrize("wide_gate", [False, True], ids=["bf16 gate", "fp32 gate"])
@@ -285,8 +253,7 @@ def test_strides_are_told_in_whole_steps(layout: str, wide_gate: bool):
     """Kernels take them in units of 8 elements: none may be rounded, in fp32 neither."""
     (*_, prepare, recurrence), _ = launched(make_call(replace(KIMI, B=2, layout=layout, wide_gate=wide_gate), BF16))
     for launch, name in ((prepare, "q"), (prepare, "k"), (prepare, "g"), (recurrence, "v"), (recurrence, "o")):
-        (x,) = read(launch, name)
-        steps = read(launch, *(f"{name}_{dim}" for dim in ("batch", "token", "head")))
+        x, *steps = read(launch, name, *(f"{name}_{dim}" for dim in ("batch", "token", "head")))
         assert [8 * step for step in steps] == list(x.stride()[:3]), name
         assert x.data_ptr() % 16 == 0 and x.stride(-1) == 1
 
@@ -322,59 +289,6 @@ def test_the_workspace_has_the_size_it_states(lengths: tuple[int, ...] | None, d
     assert sum(x.nbytes for x in tensors) == workspace.buffer.nbytes
     assert all(x.data_ptr() % 16 == 0 for x in tensors)
     assert math.prod(workspace["decay"].shape) == problem.B * problem.slots * problem.HV * problem.K
-
-
-def documented_bytes(**sizes: int) -> list[int]:
-    """What `chunk_kda` says of its workspace: of every backend, more on Hopper, more with segments."""
-    paragraph = (fd.chunk_kda.__doc__ or "").partition("Besides its results")[2].partition("Raises:")[0]
-    formulas = [x for x in re.findall("`([^`]+)`", paragraph) if " " in x]
-    assert len(formulas) == 3
-    return [eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", x), {}, sizes) for x in formulas]
-
-
-@pytest.mark.parametrize(
-    ("changes", "least"),
-    [
-        ({"H": 31, "HV": 31, "B": 3, "T": 300}, 1.0),
-        ({"H": 12, "HV": 24, "K": 64, "lengths": (700, 0, 65, 3)}, 1.0),
-        ({"H": 1, "HV": 1, "V": 64, "T": 70}, 0.03),
-        ({"H": 32, "HV": 32, "T": 8192}, 0.89),  # in steps
-        ({"H": 1, "HV": 1, "T": 8192, "V": 64, "split": 2}, 0.65),
-        ({"H": 8, "HV": 8, "T": 8192}, 0.94),  # in segments
-        ({"H": 4, "HV": 4, "lengths": (9000, 500, 30_000), "state": FP32}, 0.95),
-        ({"H": 4, "HV": 4, "lengths": (3000, 20), "checkpoints": 3, "state": FP32}, 0.8),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("backend", ["hopper", "triton"])
-def test_the_workspace_is_as_large_as_documented(
-    changes: dict, least: float, backend: str, monkeypatch: pytest.MonkeyPatch
-):
-    """At most. On Hopper few tiles leave few states to each other, and steps take less; `triton` has flags of no segment."""
-    changes = dict(changes)
-    split, cuts = changes.pop("split", "auto"), changes.pop("checkpoints", 0)
-    call = meta_call(replace(KIMI, **changes))
-    if cuts:
-        index = torch.zeros(len(changes["lengths"]), cuts, dtype=torch.int32, device="meta")
-        call |= {"checkpoint_offsets": index, "checkpoint_indices": index}
-        call |= {"checkpoint_states": torch.empty_like(call["initial_state"])}
-    problem, t = check(fd.chunk_kda, **call, split=split)
-    made: list[Workspace] = []
-    allocate = Workspace.allocate
-    monkeypatch.setattr(Workspace, "allocate", lambda *args: made.append(allocate(*args)) or made[-1])
-    BUILD[backend](problem, t, 90)
-    (workspace,) = made
-    transitions = workspace.get("transitions")
-    rows = problem.T // 64 + problem.N * (1 + cuts) if problem.packed else problem.B * -(-problem.T // 64)
-    sizes = {"S": rows, "HV": problem.HV, "C": 64, "K": problem.K, "V": problem.V, "b": 2, "N": problem.N}
-    G = 0 if transitions is None else transitions.shape[0]
-    segments = problem.N + 132 // (2 * problem.HV) if split == "auto" else problem.N * split
-    assert segments >= G
-    plain, hopper, cut = documented_bytes(**sizes, G=G)
-    stated = plain + hopper * (backend == "hopper") + cut * (transitions is not None)
-    if backend == "triton":
-        least = 1.0 if transitions is None else 0.99
-    assert least * stated <= workspace.buffer.nbytes <= stated
 
 
 @pytest.mark.parametrize("heads", [1, 3, 66, 96])
@@ -436,26 +350,15 @@ def test_steps_for_many_heads(changes: dict, options: dict, wanted: bool):
     assert in_steps(problem, room(problem, t.device)) == wanted
 
 
-@pytest.mark.parametrize("V", [64, 128])
-def test_heads_that_take_steps_are_not_split(V: int):
-    """However long their sequences: steps take no call from segments, which are faster."""
-    heads = STEPS_FROM[128, False]
-    problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, V=V)))
-    assert room(problem, t.device) == 0
-
-
 @pytest.mark.parametrize(
     ("K", "heads", "split", "wanted"),
-    [
-        *((128, 48, "auto", True), (128, 47, "auto", False), (128, 64, 2, False)),
-        *((64, 32, "auto", True), (64, 31, "auto", False)),
-    ],
+    [(128, 48, "auto", True), (128, 47, "auto", False), (128, 64, 2, False), (64, 32, "auto", True)],
 )
 def test_ranks_take_steps_from_more_heads_on(K: int, heads: int, split: str | int, wanted: bool):
     problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, K=K)) | {"split": split})
     launches = build(*on_rank(problem, t, *BETWEEN), 90).launches
-    steps = [x.constants["STEPS"] for x in launches if isinstance(x, Launch) and "STEPS" in x.constants]
-    assert steps == ([wanted] * len(steps)) and len(steps) >= 2
+    steps = {x.constants["STEPS"] for x in launches if isinstance(x, Launch) and "STEPS" in x.constants}
+    assert steps == {wanted}
 
 
 @pytest.mark.parametrize("heads", [31, 32, 47, 48])
@@ -466,15 +369,6 @@ def test_two_ranks_take_steps_where_one_gpu_does(heads: int):
         own, _ = on_rank(problem, t, rank, 2)
         assert in_steps(own, room(own, t.device)) == in_steps(problem, room(problem, t.device)) == (heads >= 32)
         assert in_steps(replace(own, relay=False), room(own, t.device)) == (heads >= 48)
-
-
-@pytest.mark.parametrize(("heads", "kept", "wanted"), [(31, False, 2), (32, False, 1), (32, True, 2)])
-def test_narrow_heads_take_steps_before_segments(heads: int, kept: bool, wanted: int):
-    call = meta_call(replace(KIMI, H=heads, HV=heads, K=64, V=64, T=2**18))
-    call["q"].requires_grad_(kept)
-    problem, t = check(fd.chunk_kda, **call)
-    parts = backends.HopperBackend().parts(problem, torch.tensor([4096]), t.device)
-    assert parts.tolist() == [wanted]
 
 
 @pytest.mark.parametrize("V", [64, 128])
@@ -557,20 +451,8 @@ def test_stream_k_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: 
 @pytest.mark.parametrize(
     ("N", "HV", "V", "tokens", "wanted"),
     [
-        *(
-            (8, 12, 128, 4, 168),
-            (8, 32, 128, 4, 128),
-            (32, 12, 128, 4, 168),
-            (16, 32, 128, 4, 128),
-            (32, 32, 128, 4, 168),
-        ),
-        *(
-            (8, 32, 128, 8, 168),
-            (8, 32, 128, 16, None),
-            (8, 32, 128, 17, None),
-            (8, 32, 64, 4, 168),
-            (16, 32, 64, 4, 128),
-        ),
+        *((8, 12, 128, 4, 168), (8, 32, 128, 4, 128), (32, 32, 128, 4, 168), (8, 32, 128, 8, 168)),
+        *((8, 32, 128, 16, None), (8, 32, 128, 17, None), (8, 32, 64, 4, 168), (16, 32, 64, 4, 128)),
     ],
 )
 def test_registers_of_a_verification(N: int, HV: int, V: int, tokens: int, wanted: int | None):
@@ -586,11 +468,8 @@ def test_registers_of_a_verification(N: int, HV: int, V: int, tokens: int, wante
 @pytest.mark.parametrize(
     ("N", "HV", "V", "tokens", "state", "wanted"),
     [
-        (8, 32, 128, 8, BF16, (512, 1, 128)),
-        (32, 12, 128, 8, BF16, (384, 2, 168)),
-        (32, 12, 128, 16, BF16, (384, 2, 168)),
-        (32, 12, 128, 17, BF16, (768, 1, None)),
-        (32, 12, 128, 8, torch.float32, (768, 1, 128)),
+        *((8, 32, 128, 8, BF16, (512, 1, 128)), (32, 12, 128, 16, BF16, (384, 2, 168))),
+        *((32, 12, 128, 17, BF16, (768, 1, None)), (32, 12, 128, 8, FP32, (768, 1, 128))),
         (32, 32, 64, 8, BF16, (1024, 1, 128)),
     ],
 )

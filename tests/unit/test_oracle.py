@@ -18,21 +18,7 @@ from ..support.oracle import (
     rounding_error,
     same_bits,
     state_tolerance,
-    truth,
 )
-
-
-def test_relative_error_is_the_ratio_of_norms():
-    want = torch.tensor([3.0, 4.0])
-    assert relative_error(want + torch.tensor([0.0, 0.5]), want) == pytest.approx(0.1)
-    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
-    assert relative_error(torch.ones(2), torch.zeros(2)) == float("inf")
-
-
-def test_right_tensor_passes():
-    x = torch.randn(4, 5)
-    assert_close("x", x, x.double(), 1e-12)
-    assert_close("x", x.bfloat16(), x, 4e-3)
 
 
 def test_error_above_tolerance_fails_and_names_the_worst_coordinate():
@@ -104,7 +90,7 @@ def _last_token_lost(**call):
 
 
 def _decay_forgotten(**call):
-    without = {"g": torch.zeros_like(call["g"]), "A_log": None, "dt_bias": None}
+    without = {"g": torch.zeros_like(call["g"]), "A_log": None, "dt_bias": None, "lower_bound": None}
     return fd.chunk_kda(**call | without | {"gate": "none", "use_gate_in_kernel": False})
 
 
@@ -121,25 +107,8 @@ def test_a_wrong_operator_fails_against_the_truth(broken):
         assert_right(broken, call)
 
 
-def test_truth_is_float64_and_leaves_the_call_alone():
-    call = make_call(BY_NAME["packed"], torch.bfloat16)
-    o, state = truth(call)
-    assert o.dtype == state.dtype == torch.float64
-    assert call["q"].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["bounded", "softplus", "state_v_first", "g-50"])
 def test_rounding_costs_less_than_the_tolerance_on_ordinary_inputs(name: str, dtype: torch.dtype):
     for error in rounding_error(make_call(BY_NAME[name], dtype)):
         assert 0 < error < TOLERANCE[dtype]
-
-
-def test_rounding_costs_more_where_keys_repeat():
-    plain, repeated = (rounding_error(make_call(BY_NAME[n], torch.bfloat16)) for n in ("bounded", "same_keys_2"))
-    assert repeated[0] > 3 * plain[0]
-
-
-def test_rounding_of_a_packed_call_is_refused():
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        rounding_error(make_call(BY_NAME["packed"], torch.bfloat16))

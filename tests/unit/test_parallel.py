@@ -19,29 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
-from flashdelta.parallel import ContextParallel, context_parallel, halo
-from flashdelta.problem import context as contexts
-from flashdelta.problem import device_checks, rank_checks
-from flashdelta.problem.border import (
-    ANY_HALO,
-    BORDER,
-    DIGEST,
-    FIRST,
-    FIRST_RANK,
-    HALO,
-    LAST_RANK,
-    OPEN_IN,
-    OPEN_OUT,
-    SEQUENCES,
-    counts,
-    shard,
-)
+from flashdelta.parallel import ContextParallel, checks, context_parallel, halo
+from flashdelta.parallel import border as at
+from flashdelta.parallel import context as contexts
+from flashdelta.parallel.border import BORDER, counts, shard
+from flashdelta.problem import device_checks
 from flashdelta.problem.problem import AUTO
-from flashdelta.reference import parallel
 from flashdelta.runtime.call import check
 
 from ..support.cases import BY_NAME, Case
@@ -115,21 +101,6 @@ def test_every_kind_of_call(name: str):
     case, ranks = CASES[name]
     cut = cut_of(case, ranks)
     assert_same(cut.over_ranks(), cut.whole())
-
-
-@pytest.mark.parametrize(("ranks", "columns"), [(2, 64), (3, 32 + 64)])
-def test_two_ranks_tell_each_other_b_alone(ranks: int, columns: int, monkeypatch: pytest.MonkeyPatch):
-    """And what they keep for a backward pass is half as much, where K is V."""
-    shapes, exchange = [], parallel.exchange_packets
-
-    def noted(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
-        shapes.append(packets.shape)
-        exchange(packet, packets, name, way)
-
-    monkeypatch.setattr(parallel, "exchange_packets", noted)
-    cut = cut_of(packed((20, 76)), ranks)
-    assert_same(cut.over_ranks(), cut.whole())
-    assert set(shapes) == {(ranks, 1, 2, columns, 32)}
 
 
 def test_one_rank_is_the_plain_call():
@@ -211,24 +182,13 @@ def test_a_shard_has_the_sequences_that_lie_there(batch: tuple[tuple[int, ...], 
         assert local.tolist() == wanted + wanted[-1:] * (len(own) + spare + 1 - len(wanted))
         opened = [i for i, n in enumerate(own) if cut.offsets[n] < low]
         left = [i for i, n in enumerate(own) if cut.offsets[n + 1] > high]
-        assert int(border[SEQUENCES]) == len(own)
+        assert int(border[at.SEQUENCES]) == len(own)
         if lengths:
             context = ContextParallel(None, "none", rank, ranks, border, local)
             of_all = torch.arange(len(lengths))
             found = context.rows(torch.stack([of_all, -of_all], dim=1))
             assert found.shape == (len(own) + spare, 2) and found[: len(own), 0].tolist() == list(own)
-        assert ([int(border[OPEN_IN])], [int(border[OPEN_OUT])]) == (opened or [-1], left or [-1])
-
-
-def test_rows_of_what_has_none_are_refused():
-    border, offsets = torch.zeros(BORDER, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="rows: got a context of batch rows, wanted one of packed sequences"):
-        ContextParallel(None, "none", 0, 2, border).rows(torch.ones(3))
-    for x in (torch.ones(0, 2), torch.ones(())):
-        with pytest.raises(
-            ValueError, match=r"x: got shape .*, wanted \[M, ...\] with a row for each of the 0 sequences"
-        ):
-            ContextParallel(None, "none", 0, 2, border, offsets).rows(x)
+        assert ([int(border[at.OPEN_IN])], [int(border[at.OPEN_OUT])]) == (opened or [-1], left or [-1])
 
 
 def test_rows_are_those_of_the_last_update():
@@ -248,8 +208,8 @@ def test_offsets_that_nobody_reads_name_ranks_that_are_there(offsets: list[int])
     """On a device values are not checked, and kernels read what these ranks have sent."""
     for rank in range(3):
         local, border = shard(torch.tensor(offsets), rank, 3, 16, 2)
-        assert 0 <= int(border[FIRST_RANK]) <= rank <= int(border[LAST_RANK]) < 3
-        assert -1 <= int(border[OPEN_IN]) < 2 and -1 <= int(border[OPEN_OUT]) < 2
+        assert 0 <= int(border[at.FIRST_RANK]) <= rank <= int(border[at.LAST_RANK]) < 3
+        assert -1 <= int(border[at.OPEN_IN]) < 2 and -1 <= int(border[at.OPEN_OUT]) < 2
         assert 0 <= int(local.min()) <= int(local.max()) <= 16
 
 
@@ -260,30 +220,8 @@ def test_ranks_are_counted_at_once(batch: tuple[tuple[int, ...], int], short: in
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     tokens = int(offsets[-1]) // ranks
     offsets = offsets.clamp(max=max(int(offsets[-1]) - short, 0))
-    wanted = [int(shard(offsets, rank, ranks, tokens, 1)[1][SEQUENCES]) for rank in range(ranks)]
+    wanted = [int(shard(offsets, rank, ranks, tokens, 1)[1][at.SEQUENCES]) for rank in range(ranks)]
     assert counts(offsets, ranks, tokens).tolist() == wanted
-
-
-def test_an_update_takes_as_long_for_many_ranks():
-    """Its checks look at all ranks at once."""
-    count = {}
-    for ranks in (2, 64):
-        offsets = torch.linspace(0, 32 * ranks, 33).long()
-        context = context_of_rank(40, ranks)
-        with Operators() as seen:
-            context.update_(offsets)
-        count[ranks] = seen.count
-    assert count[2] == count[64]
-
-
-class Operators(TorchDispatchMode):
-    """Counts them."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        self.count += 1
-        return function(*arguments, **(named or {}))
 
 
 class OnDevice(Tensor):
@@ -378,7 +316,7 @@ def test_a_context_of_fla_says_what_ours_says(lengths: tuple[int, ...], traced: 
         with monkeypatch.context() as patch:
             patch.setattr(torch.compiler, "is_compiling", lambda: traced)
             border = contexts.as_context(other).border
-        read = [place for place in range(BORDER) if place not in (DIGEST, FIRST)]
+        read = [place for place in range(BORDER) if place not in (at.DIGEST, at.FIRST)]
         return same_bits(border[read], ours.border[read])
 
     assert all(on_ranks(3, run))
@@ -470,484 +408,279 @@ def test_halo_makes_a_convolution_whole(lengths: tuple[int, ...], ranks: int, W:
 
 
 OFFSETS = torch.tensor([0, 20, 64])
+X = torch.zeros(1, 32, 3)
 
 
-def small_call(tokens: int = 32) -> dict:
-    return make_call(replace(BY_NAME["bounded"], T=tokens)) | {"backend": "reference"}
+def small_call(**changes) -> dict:
+    return make_call(replace(BY_NAME["bounded"], **({"T": 32} | changes))) | {"backend": "reference"}
 
 
-def with_context(**options):
-    return lambda group: fd.chunk_kda(**small_call() | options, cp_context=context_parallel(OFFSETS, group=group))
+def kda(cp_context: object = None, **options):
+    return fd.chunk_kda(**small_call() | options, cp_context=cp_context)
 
 
-def in_layer(cp_context: object, tokens: int = 32, **options):
-    return make_layer(torch.float32)(torch.zeros(1, tokens, HIDDEN), cp_context=cp_context, **options)
+def of_case(**changes):
+    return lambda c: kda(c, **small_call(**changes))
 
 
-def other_of_fla(group, **changes) -> SimpleNamespace:
+def with_options(**options):
+    return lambda c: kda(c, **options)
+
+
+def in_layer(
+    cp_context: object, tokens: int = 32, dtype: torch.dtype = torch.float32, backend: str = "auto", **options
+):
+    layer = make_layer(torch.float32)
+    layer.backend = backend
+    return layer(torch.zeros(1, tokens, HIDDEN, dtype=dtype), cp_context=cp_context, **options)
+
+
+def other_of_fla(group, /, **changes) -> SimpleNamespace:
     """A context of FLA that says something else."""
     return SimpleNamespace(**vars(fla_context(group, OFFSETS)) | changes)
 
 
 def of_fla(**changes):
     """A layer's call with one."""
-    return lambda group: in_layer(other_of_fla(group, **changes))
+    return lambda c: in_layer(other_of_fla(c.group, **changes))
 
 
-def with_other_offsets(context: ContextParallel, offsets: Tensor) -> ContextParallel:
-    """Of a rank that did not hear of the others' offsets."""
-    local, border = shard(offsets, context.rank, context.ranks, context.tokens, context.capacity[context.rank])
-    return replace(context, border=border, cu_seqlens=local)
+def context_of(offsets: Tensor = OFFSETS, **options):
+    return lambda c: context_parallel(offsets, **{"group": c.group} | options)
 
 
-TOO_FEW = "q: got shape [1, 31, 2, 32], wanted [1, T, 2, 32] with the context's T = 32 tokens a rank"
+def halo_of(width: int = 3, x: Tensor = X):
+    return lambda c: halo(x, c, width)
+
+
+def with_other_offsets(offsets: list[int], call: Callable):
+    """On a rank that did not hear of the others' offsets."""
+
+    def run(c: ContextParallel):
+        local, border = shard(torch.tensor(offsets), c.rank, c.ranks, c.tokens, c.capacity[c.rank])
+        return call(replace(c, border=border, cu_seqlens=local))
+
+    return run
+
+
+CALLS = {
+    "kda": kda,
+    "layer": in_layer,
+    "halo": halo_of(),
+    "context": context_of(),
+    "update": lambda c: c.update_(OFFSETS),
+}
+NOBODY = torch.distributed.GroupMember.NON_GROUP_MEMBER
 REFUSED = {
-    "tokens": (
-        lambda group: fd.chunk_kda(**small_call(31), cp_context=context_parallel(OFFSETS, group=group)),
-        TOO_FEW,
-    ),
-    "rows": (
-        lambda group: fd.chunk_kda(
-            **make_call(replace(BY_NAME["bounded"], T=32, B=2)), cp_context=context_parallel(OFFSETS, group=group)
-        ),
-        "q: got batch size 2, wanted batch size 1 with cp_context",
-    ),
-    "no_rows": (
-        lambda group: fd.chunk_kda(
-            **{name: x[:, :0] if name in TOKEN_TENSORS else x for name, x in small_call().items()}, group=group
-        ),
-        "q: got shape [1, 0, 2, 32], wanted at least one token on every rank",
+    "kda_tokens": (of_case(T=31), "q: got shape [1, 31, 2, 32], wanted [1, T, 2, 32] with the context's T = 32"),
+    "kda_rows": (of_case(B=2), "q: got batch size 2"),
+    "kda_no_rows": (
+        lambda c: kda(group=c.group, **{name: x[:, :0] for name, x in small_call().items() if name in TOKEN_TENSORS}),
+        "q: got shape [1, 0, 2, 32]",
     ),
     "other_device": (
-        lambda group: fd.chunk_kda(
-            **{name: x.to("meta") if isinstance(x, Tensor) else x for name, x in small_call().items()},
-            cp_context=context_parallel(OFFSETS, group=group),
-        ),
-        "cp_context: got device cpu, wanted q's device meta",
+        lambda c: kda(c, **{name: x.to("meta") for name, x in small_call().items() if isinstance(x, Tensor)}),
+        "cp_context: got device cpu",
     ),
-    "rows_type": (
-        lambda group: context_parallel(OFFSETS, group=group).rows([0, 1]),
-        "x: got list, wanted a torch.Tensor",
-    ),
-    "rows_few": (
-        lambda group: context_parallel(OFFSETS, group=group).rows(torch.zeros(len(OFFSETS) - 2)),
-        f"with a row for each of the {len(OFFSETS) - 1} sequences of all ranks",
-    ),
-    "indivisible": (lambda group: context_parallel(torch.tensor([0, 63]), group=group), "cu_seqlens: got 63 tokens"),
-    "falling": (
-        lambda group: context_parallel(torch.tensor([0, 9, 8]), group=group),
-        "cu_seqlens: got offsets that fall",
-    ),
-    "room": (lambda group: context_parallel(OFFSETS, group=group, max_sequences=1), "max_sequences: got 1"),
-    "exchange": (lambda group: context_parallel(OFFSETS, group=group, exchange="post"), "exchange: got 'post'"),
-    "relay": (lambda group: context_parallel(OFFSETS, group=group, relay=1), "relay: got 1 (int), wanted a bool"),
-    "group": (lambda group: context_parallel(OFFSETS, group="world"), "group: got str"),
-    "other_group": (
-        lambda group: context_parallel(OFFSETS, group=torch.distributed.GroupMember.NON_GROUP_MEMBER),
-        "group: got a group that this process is not in",
-    ),
-    "dtype": (with_context(q=torch.zeros(1, 32, 2, 32, dtype=torch.int32)), "q: got dtype torch.int32"),
-    "offsets_dtype": (
-        lambda group: context_parallel(OFFSETS.float(), group=group),
-        "cu_seqlens: got dtype torch.float32",
-    ),
-    "layer_cache": (
-        lambda group: in_layer(context_parallel(OFFSETS, group=group), return_cache=True),
-        "return_cache: got one with cp_context",
-    ),
-    "layer_taps": (
-        lambda group: in_layer(context_parallel(OFFSETS, group=group, conv_size=3)),
-        "cp_context: got one for 3 taps",
-    ),
-    "layer_context": (lambda group: in_layer(7), "cp_context: got int"),
-    "layer_tokens": (
-        lambda group: in_layer(context_parallel(OFFSETS, group=group), tokens=31),
-        "x: got shape [1, 31",
-    ),
-    "no_context": (lambda group: fd.chunk_kda(**small_call(), cp_context=7), "cp_context: got int"),
-    "both": (
-        lambda group: fd.chunk_kda(**small_call(), cp_context=context_parallel(OFFSETS, group=group), group=group),
-        "group: got a group with cp_context",
-    ),
-    "offsets": (with_context(cu_seqlens=OFFSETS), "cu_seqlens: got a tensor with cp_context"),
-    "rows_and_offsets": (
-        lambda group: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=group),
-        "cu_seqlens: got a",
-    ),
+    "no_tensor": (with_options(q=7), "q: got int"),
+    "dtype": (with_options(q=torch.zeros(1, 32, 2, 32, dtype=torch.int32)), "q: got dtype torch.int32"),
+    "unknown_backend": (with_options(backend="none"), "backend: got"),
+    "both": (lambda c: kda(c, group=c.group), "group: got a group with cp_context"),
+    "offsets": (with_options(cu_seqlens=OFFSETS), "cu_seqlens: got a tensor with cp_context"),
+    "rows_and_offsets": (lambda c: kda(cu_seqlens=OFFSETS, group=c.group), "cu_seqlens: got a"),
     "checkpoints": (
-        with_context(checkpoint_states=torch.zeros(1, 2, 32, 64), checkpoint_every=64),
+        with_options(checkpoint_states=torch.zeros(1, 2, 32, 64), checkpoint_every=64),
         "checkpoint_states: got a tensor with cp_context",
     ),
-    "states": (with_context(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state: got shape"),
-    "update": (
-        lambda group: context_parallel(OFFSETS, group=group).update_(torch.tensor([0, 65])),
-        "cu_seqlens: got last",
-    ),
-    "halo_width": (
-        lambda group: halo(torch.zeros(1, 32, 3), context_parallel(OFFSETS, group=group), 0),
-        "width: got 0",
-    ),
-    "halo_context": (
-        lambda group: halo(torch.zeros(1, 32, 3), 7, 3),
-        "context: got int, wanted a ContextParallel, a process group, or an object",
-    ),
-    "halo_no_context": (
-        lambda group: halo(torch.zeros(1, 32, 3), None, 3),
-        "context: got NoneType, wanted a ContextParallel, a process group, or an object",
-    ),
-    "halo_other_group": (
-        lambda group: halo(torch.zeros(1, 32, 3), torch.distributed.GroupMember.NON_GROUP_MEMBER, 3),
-        "context: got a group that this process is not in",
-    ),
-    "fla_disabled": (
-        lambda group: in_layer(SimpleNamespace(**vars(fla_context(group, OFFSETS)) | {"group": None})),
-        "cp_context: got one whose group is None, wanted",
-    ),
-    "halo_tokens": (lambda group: halo(torch.zeros(1, 2, 3), group, 3), "x: got 2 tokens"),
-    "zigzag": (
-        lambda group: fd.chunk_kda(**small_call(), cp_context=other_of_fla(group, layout="zigzag")),
-        "cp_context: got layout 'zigzag'",
-    ),
+    "states": (with_options(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state: got shape"),
+    "zigzag": (lambda c: kda(other_of_fla(c.group, layout="zigzag")), "cp_context: got layout 'zigzag'"),
+    "context_indivisible": (context_of(torch.tensor([0, 63])), "cu_seqlens: got 63 tokens"),
+    "context_falling": (context_of(torch.tensor([0, 9, 8])), "cu_seqlens: got offsets that fall"),
+    "context_shape": (context_of(OFFSETS[:0]), "cu_seqlens: got shape"),
+    "context_dtype": (context_of(OFFSETS.float()), "cu_seqlens: got dtype torch.float32"),
+    "context_room": (context_of(max_sequences=1), "max_sequences: got 1"),
+    "context_exchange": (context_of(exchange="post"), "exchange: got 'post'"),
+    "context_relay": (context_of(relay=1), "relay: got 1 (int)"),
+    "update_last": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens: got last offset 65"),
+    "layer_shape": (lambda c: in_layer(c, tokens=31), "x: got shape [1, 31"),
+    "layer_dtype": (lambda c: in_layer(c, dtype=torch.float64), "dtype"),
+    "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache: got one with cp_context"),
+    "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
+    "layer_slots": (lambda c: in_layer(c, slots=torch.tensor([0])), "pool: got NoneType"),
+    # its halo has passed the checks on all ranks then
+    "layer_between_exchanges": (lambda c: in_layer(c, backend="triton"), "backend: got 'triton'"),
     "fla_halo": (of_fla(pre_num_conv_tokens=None), "context: got one without pre_num_conv_tokens"),
-    "fla_before": (of_fla(pre_num_ranks=2), "cp_context: got pre_num_ranks 2, wanted 0 to "),
-    "fla_after": (of_fla(post_num_ranks=2), "cp_context: got post_num_ranks 2, wanted 0 to "),
+    "fla_before": (of_fla(pre_num_ranks=2), "cp_context: got pre_num_ranks 2"),
+    "fla_after": (of_fla(post_num_ranks=2), "cp_context: got post_num_ranks 2"),
     "fla_below": (of_fla(pre_num_ranks=-1), "cp_context: got pre_num_ranks -1"),
-    "fla_none": (of_fla(pre_num_ranks=None), "cp_context: got pre_num_ranks None (NoneType), wanted an int"),
+    "fla_none": (of_fla(pre_num_ranks=None), "cp_context: got pre_num_ranks None (NoneType)"),
     "fla_offsets": (of_fla(cu_seqlens_cpu=torch.tensor([2, 32])), "cu_seqlens: got first offset 2"),
-    "layer_slots": (
-        lambda group: in_layer(context_parallel(OFFSETS, group=group), slots=torch.tensor([0])),
-        "pool: got NoneType",
-    ),
+    "halo_width": (halo_of(0), "width: got 0"),
+    "halo_tokens": (lambda c: halo(torch.zeros(1, 2, 3), c.group, 3), "x: got 2 tokens"),
+    "halo_of_fla": (lambda c: halo(X, other_of_fla(c.group, layout="zigzag"), 3), "cp_context: got layout 'zigzag'"),
 }
+"""A call by a rank's context, whose first word tells what other ranks call, and what it says."""
+
+UNTOLD = {
+    "rows_type": (lambda c: c.rows([0, 1]), "x: got list"),
+    "rows_few": (lambda c: c.rows(torch.zeros(1)), "with a row for each of the 2 sequences"),
+    "rows_of_rows": (lambda c: replace(c, cu_seqlens=None).rows(X), "rows: got a context of batch rows"),
+    "group": (context_of(group="world"), "group: got str"),
+    "other_group": (context_of(group=NOBODY), "group: got a group that this process is not in"),
+    "no_context": (lambda c: kda(7), "cp_context: got int"),
+    "layer_context": (lambda c: in_layer(7), "cp_context: got int"),
+    "halo_context": (lambda c: halo(X, 7, 3), "context: got int"),
+    "halo_no_context": (lambda c: halo(X, None, 3), "context: got NoneType"),
+    "halo_other_group": (lambda c: halo(X, NOBODY, 3), "context: got a group that this process is not in"),
+    "fla_disabled": (of_fla(group=None), "cp_context: got one whose group is None"),
+}
+"""The same of calls that name no group whose ranks could be told."""
+
+
+def heard(*calls: Callable) -> list[str]:
+    """What two ranks are told by these calls of theirs, which leave the context as it was."""
+
+    def run(group) -> str:
+        context = context_parallel(OFFSETS, group=group, max_sequences=2)
+        before = context.border.tolist()
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as refused:
+            calls[group.rank()](context)
+        assert context.border.tolist() == before
+        return str(refused.value)
+
+    return on_ranks(2, run)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *UNTOLD])
+def test_what_does_not_fit_is_refused_on_every_rank(name: str):
+    call, message = (REFUSED | UNTOLD)[name]
+    assert all(message in text for text in heard(call, call)), message
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_on_every_rank(name: str):
-    function, message = REFUSED[name]
+def test_what_one_rank_refuses_the_others_hear_where_values_are_checked(name: str, checked: None):
+    call, message = REFUSED[name]
+    other = name.partition("_")[0]
+    for good in (other,) if other in CALLS else ("kda", "layer"):
+        first, second = heard(CALLS[good], call)
+        argument = "cu_seqlens" if good in ("context", "update") else "context"
+        assert f"{argument}: got a call that rank 1 refuses" in first
+        assert message in second
 
-    def run(group) -> str:
-        with pytest.raises((ValueError, TypeError)) as refused:
-            function(group)
-        return str(refused.value)
 
-    assert all(message in text for text in on_ranks(2, run)), message
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_checks, "ENABLED", True)
 
 
-def hold_offsets(loss: Callable[[Tensor], Tensor], x: Tensor, context: ContextParallel, how: str) -> None:
-    copies = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda x: x)
-    with copies if how == "offloaded" else contextlib.nullcontext():
-        found = checkpoint(loss, x, use_reentrant=False) if how == "checkpointed" else loss(x)
-    context.update_(torch.tensor([0, 10, 64]))
-    with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
-        found.backward()
-    assert x.grad is None
+def by_backend(backend: str):
+    """Backward passes of backends do not exchange alike."""
+    return lambda c: checks.check_call_of_ranks(c, check(fd.chunk_kda, **small_call(), cp_context=c)[0], backend)
+
+
+def of_group(**options):
+    return lambda c: kda(group=c.group, **options)
+
+
+def fla_kda(**changes):
+    return lambda c: kda(other_of_fla(c.group, **changes))
+
+
+HOST = context_of(cu_seqlens_cpu=torch.tensor([0, 30, 64]))
+OTHER_CALL = "context: got another call on rank 1 than on rank 0"
+OTHER_OFFSETS = "cu_seqlens: got other offsets on rank 1 than on rank 0"
+ODD = {
+    "borders": (kda, with_other_offsets([0, 32, 64], kda), OTHER_OFFSETS),
+    # the ranks' states go on alike, but not the inputs of a convolution
+    "inside": (kda, with_other_offsets([0, 31, 64], kda), OTHER_OFFSETS),
+    "heads": (kda, of_case(H=4, HV=4), OTHER_CALL),
+    "layout": (kda, of_case(v_first=True), OTHER_CALL),
+    "beta": (kda, of_case(beta="double_logit"), OTHER_CALL),
+    "backend": (by_backend("reference"), by_backend("triton"), OTHER_CALL),
+    "group": (of_group(), of_group(scale=2.0), "group: got another call on rank 1"),
+    # those of FLA have no offsets of all ranks' tokens
+    "fla": (fla_kda(), fla_kda(pre_num_ranks=0), "cu_seqlens: got offsets on rank 0 that do not"),
+    "relay": (context_of(), context_of(relay=False), "cu_seqlens: got another call on rank 1"),
+    "update": (CALLS["update"], lambda c: c.update_(torch.tensor([0, 19, 64])), OTHER_OFFSETS),
+    "host": (HOST, HOST, "cu_seqlens_cpu: got other offsets"),
+    "halo_width": (halo_of(), halo_of(2), OTHER_CALL),
+    "halo_dtype": (halo_of(), halo_of(x=X.half()), OTHER_CALL),
+    "halo_channels": (halo_of(), halo_of(x=torch.zeros(1, 32, 4)), OTHER_CALL),
+    # whose backward pass would wait
+    "halo_gradients": (halo_of(), halo_of(x=X.clone().requires_grad_()), OTHER_CALL),
+    "halo_offsets": (halo_of(), with_other_offsets([0, 31, 64], halo_of()), OTHER_OFFSETS),
+    "halo_and_kda": (halo_of(), kda, OTHER_CALL),
+}
+"""What the two ranks call, and what both hear."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_ranks_that_disagree_are_refused_where_values_are_checked(name: str, checked: None):
+    *calls, wanted = ODD[name]
+    assert all(wanted in text for text in heard(*calls))
+
+
+def test_a_refusal_that_nobody_can_be_told_keeps_its_words(checked: None, monkeypatch: pytest.MonkeyPatch):
+    """Of a context whose group was destroyed."""
+
+    def gone(name: str) -> None:
+        raise ValueError("group: got a process group that was destroyed")
+
+    def call(context: ContextParallel) -> None:
+        with monkeypatch.context() as here:
+            here.setattr(checks, "group_named", gone)
+            kda(context, q=7)
+
+    assert all(text.startswith("q: got int") for text in heard(call, call))
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "offloaded"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_offsets_must_stay_until_the_backward_pass(how: str, keep: bool):
+@pytest.mark.parametrize("of", ["kda", "kept", "halo"])
+def test_offsets_must_stay_until_the_backward_pass(how: str, of: str):
     """Also where what was saved is not what the caller changes: the gradients would be those of other offsets."""
-    cut = cut_of(packed((20, 44)), 2)
 
     def run(group) -> None:
-        context = context_parallel(cut.call["cu_seqlens"], group=group)
-        call = cut.local(context) | {"disable_recompute": keep}
-        q = call.pop("q").requires_grad_()
-
-        hold_offsets(lambda q: fd.chunk_kda(q=q, **call)[0].square().sum(), q, context, how)
-
-    on_ranks(2, run)
-
-
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "offloaded"])
-def test_offsets_must_stay_until_the_backward_pass_of_a_halo(how: str):
-    def run(group) -> None:
-        context = context_parallel(OFFSETS, group=group)
-        hold_offsets(lambda x: halo(x, context, 3).square().sum(), torch.rand(1, 32, 3).requires_grad_(), context, how)
+        context, x = context_parallel(OFFSETS, group=group), torch.rand(1, 32, 3)
+        loss = lambda x: halo(x, context, 3).square().sum()  # noqa: E731
+        if of != "halo":
+            call = small_call()
+            x = call.pop("q")
+            loss = lambda q: kda(context, **call, q=q, disable_recompute=of == "kept")[0].square().sum()  # noqa: E731
+        x.requires_grad_()
+        copies = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda x: x)
+        with copies if how == "offloaded" else contextlib.nullcontext():
+            found = checkpoint(loss, x, use_reentrant=False) if how == "checkpointed" else loss(x)
+        context.update_(torch.tensor([0, 10, 64]))
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
+            found.backward()
+        assert x.grad is None
 
     on_ranks(2, run)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=["grad", "vmap"])
 def test_transforms_over_ranks_are_refused(transform):
-    cut = cut_of(packed((40, 24)), 2, gradients=False)
-
     def run(group) -> None:
-        context = context_parallel(cut.call["cu_seqlens"], group=group)
-        own = cut.local(context)
-        q = own.pop("q")
-        with pytest.raises(NotImplementedError, match="cp_context: transforms of"):
-            transform(lambda q: fd.chunk_kda(q=q, **own)[0].sum())(q if transform is torch.func.grad else q[None])
-        rows = {name: x for name, x in own.items() if name not in ("cp_context", "initial_state")}
-        with pytest.raises(NotImplementedError, match="group: transforms of"):
-            transform(lambda q: fd.chunk_kda(q=q, **rows, group=group)[0].sum())(
-                q if transform is torch.func.grad else q[None]
-            )
-        with pytest.raises(NotImplementedError, match="halo: transforms of"):
-            transform(lambda x: halo(x, context, 3).sum())(
-                q[:, :, 0] if transform is torch.func.grad else q[None, :, :, 0]
-            )
+        context, call = context_parallel(OFFSETS, group=group), small_call()
+        q = call.pop("q")
+        for argument, x, loss in (
+            ("cp_context", q, lambda x: fd.chunk_kda(q=x, **call, cp_context=context)[0].sum()),
+            ("group", q, lambda x: fd.chunk_kda(q=x, **call, group=group)[0].sum()),
+            ("halo", X, lambda x: halo(x, context, 3).sum()),
+        ):
+            with pytest.raises(NotImplementedError, match=f"{argument}: transforms of"):
+                transform(loss)(x if transform is torch.func.grad else x[None])
         with forward_ad.dual_level(), pytest.raises(ValueError, match="x: got a tensor with a forward-mode tangent"):
-            halo(forward_ad.make_dual(q[:, :, 0], q[:, :, 0]), context, 3)
+            halo(forward_ad.make_dual(X, X), context, 3)
 
     on_ranks(2, run)
-
-
-def test_offsets_of_the_host_are_compared_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group) -> str:
-        context_parallel(
-            torch.tensor([0, 20, 64]), group=group, cu_seqlens_cpu=torch.tensor([0, 20, 64], dtype=torch.int32)
-        )
-        with pytest.raises(ValueError) as refused:
-            context_parallel(torch.tensor([0, 20, 64]), group=group, cu_seqlens_cpu=torch.tensor([0, 30, 64]))
-        return str(refused.value)
-
-    assert all("cu_seqlens_cpu: got other offsets" in text for text in on_ranks(2, run))
-
-
-OTHER_CALL = "cp_context: got another call on rank 1 than on rank 0"
-OTHER_OFFSETS = "cu_seqlens: got other offsets on rank 1 than on rank 0"
-REFUSED_THERE = "cp_context: got a call that rank 1 refuses"
-ODD = {
-    "borders": ({}, torch.tensor([0, 32, 64]), OTHER_OFFSETS),
-    # the ranks' states go on alike, but not the inputs of a convolution
-    "inside": ({}, torch.tensor([0, 31, 64]), OTHER_OFFSETS),
-    "heads": ({"H": 4, "HV": 4}, OFFSETS, OTHER_CALL),
-    "layout": ({"v_first": True}, OFFSETS, OTHER_CALL),
-    "beta": ({"beta": "double_logit"}, OFFSETS, OTHER_CALL),
-    "tokens": ({"T": 31}, OFFSETS, REFUSED_THERE),
-    "dims": ({"V": 48}, OFFSETS, REFUSED_THERE),
-}
-"""What rank 1 does otherwise: its case, its offsets, and what rank 0 hears."""
-
-
-@pytest.mark.parametrize("other", ODD)
-def test_ranks_that_disagree_are_refused_where_values_are_checked(other: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-    changes, offsets, wanted = ODD[other]
-
-    def run(group) -> str:
-        odd = group.rank() == 1
-        call = make_call(replace(BY_NAME["bounded"], **({"T": 32} | (changes if odd else {}))))
-        context = context_parallel(OFFSETS, group=group)
-        with pytest.raises(ValueError) as refused:
-            given = with_other_offsets(context, offsets) if odd else context
-            fd.chunk_kda(**call | {"backend": "reference"}, cp_context=given)
-        return str(refused.value)
-
-    first, second = on_ranks(2, run)
-    assert first.startswith(wanted)
-    own = {"tokens": TOO_FEW, "dims": "v: got V = 48"}
-    assert second.startswith(own.get(other, wanted))
-
-
-def test_ranks_that_send_other_states_are_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group) -> str:
-        with pytest.raises(ValueError) as refused:
-            context_parallel(OFFSETS, group=group, relay=group.rank() == 0)
-        return str(refused.value)
-
-    assert all(text.startswith("cu_seqlens: got another call on rank 1") for text in on_ranks(2, run))
-
-
-def test_a_refusal_that_nobody_can_be_told_keeps_its_words(monkeypatch: pytest.MonkeyPatch):
-    """Of a context whose group was destroyed."""
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def gone(name: str) -> None:
-        raise ValueError("group: got a process group that was destroyed")
-
-    def run(group) -> str:
-        context = context_parallel(OFFSETS, group=group)
-        with monkeypatch.context() as here, pytest.raises(ValueError) as refused:
-            here.setattr(rank_checks, "group_named", gone)
-            with rank_checks.refusals_told(context):
-                raise ValueError("cp_context: got that group's")
-        return str(refused.value)
-
-    assert on_ranks(2, run) == ["cp_context: got that group's"] * 2
-
-
-def halo_of(width: int = 3, dtype: torch.dtype = torch.float32, channels: int = 3, grad: bool = False):
-    x = torch.zeros(1, 32, channels, dtype=dtype, requires_grad=grad)
-    return lambda context: halo(x, context, width)
-
-
-OTHER_HALO = "context: got another call on rank 1 than on rank 0"
-ODD_HALOS = {
-    "width": (halo_of(width=2), OFFSETS, OTHER_HALO),
-    "dtype": (halo_of(dtype=torch.float16), OFFSETS, OTHER_HALO),
-    "channels": (halo_of(channels=4), OFFSETS, OTHER_HALO),
-    # whose backward pass would wait
-    "gradients": (halo_of(grad=True), OFFSETS, OTHER_HALO),
-    "offsets": (halo_of(), torch.tensor([0, 31, 64]), OTHER_OFFSETS),
-    "another_operator": (
-        lambda context: fd.chunk_kda(**small_call(), cp_context=context),
-        OFFSETS,
-        OTHER_HALO,
-    ),
-    "refused": (halo_of(width=0), OFFSETS, "context: got a call that rank 1 refuses"),
-}
-"""What rank 1 calls where rank 0 calls `halo`, its offsets, and what rank 0 hears."""
-
-
-@pytest.mark.parametrize("other", ODD_HALOS)
-def test_halos_that_disagree_are_refused_where_values_are_checked(other: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-    function, offsets, wanted = ODD_HALOS[other]
-
-    def run(group) -> str:
-        odd = group.rank() == 1
-        context = context_parallel(OFFSETS, group=group)
-        with pytest.raises(ValueError) as refused:
-            (function if odd else halo_of())(with_other_offsets(context, offsets) if odd else context)
-        return str(refused.value)
-
-    first, second = on_ranks(2, run)
-    assert first.startswith(wanted)
-    own = {"refused": "width: got 0", "another_operator": OTHER_CALL}
-    assert second.startswith(own.get(other, wanted))
-
-
-def test_halos_that_agree_pass_the_checks(monkeypatch: pytest.MonkeyPatch):
-    """Of batch rows ranks may have different numbers of tokens."""
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-    found = on_ranks(2, lambda group: halo(torch.full((2, 4 + group.rank(), 3), 1.0 + group.rank()), group, 3))
-    assert found[0].eq(0).all() and found[1].eq(1).all()
-
-
-ALONE = {
-    "no_tensor": (lambda c: fd.chunk_kda(**small_call() | {"q": 7}, group=c.group), "q: got int"),
-    "offsets": (lambda c: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=c.group), "cu_seqlens: got a"),
-    "unknown_backend": (lambda c: fd.chunk_kda(**small_call() | {"backend": "none"}, cp_context=c), "backend: got"),
-    "both": (
-        lambda c: fd.chunk_kda(**small_call(), cp_context=c, group=c.group),
-        "group: got a group with cp_context",
-    ),
-    "fla_before": (
-        lambda c: fd.chunk_kda(**small_call(), cp_context=other_of_fla(c.group, pre_num_ranks=2)),
-        "cp_context: got pre_num_ranks 2",
-    ),
-    "fla_offsets": (
-        lambda c: fd.chunk_kda(**small_call(), cp_context=other_of_fla(c.group, cu_seqlens_cpu=torch.tensor([2, 32]))),
-        "cu_seqlens: got first offset 2",
-    ),
-    "halo_of_fla": (
-        lambda c: halo(torch.zeros(1, 32, 3), other_of_fla(c.group, layout="zigzag"), 3),
-        "cp_context: got layout 'zigzag'",
-    ),
-    "layer_shape": (lambda c: make_layer(torch.float32)(torch.zeros(1, 32, 1), cp_context=c), "x: got shape"),
-    "layer_dtype": (
-        lambda c: make_layer(torch.float32)(torch.zeros(1, 32, HIDDEN, dtype=torch.float64), cp_context=c),
-        "dtype",
-    ),
-    "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache: got one with cp_context"),
-    "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
-    "layer_slots": (lambda c: in_layer(c, slots=torch.tensor([0])), "pool: got NoneType"),
-    "layer_of_fla": (
-        lambda c: in_layer(other_of_fla(c.group, pre_num_conv_tokens=None)),
-        "context: got one without pre_num_conv_tokens",
-    ),
-    "another_context": (lambda c: context_parallel(OFFSETS[:0], group=c.group), "cu_seqlens: got shape"),
-    "update": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens: got last offset 65"),
-}
-"""What rank 1 alone refuses, and what it says; the other ranks make a call that fits."""
-
-
-@pytest.mark.parametrize("call", ["chunk_kda", "layer", "halo", "context_parallel", "update_"])
-@pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_refuses_the_others_hear_where_values_are_checked(
-    name: str, call: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-    refused_call, message = ALONE[name]
-
-    def run(group) -> str:
-        context = context_parallel(OFFSETS, group=group)
-        calls = {
-            "chunk_kda": lambda: fd.chunk_kda(**small_call(), cp_context=context),
-            "layer": lambda: in_layer(context),
-            "halo": lambda: halo(torch.zeros(1, 32, 3), context, 3),
-            "context_parallel": lambda: context_parallel(OFFSETS, group=group),
-            "update_": lambda: context.update_(OFFSETS),
-        }
-        with pytest.raises((TypeError, ValueError, RuntimeError)) as refused:
-            refused_call(context) if group.rank() == 1 else calls[call]()
-        return str(refused.value)
-
-    first, second = on_ranks(2, run)
-    argument = "cu_seqlens" if call in ("context_parallel", "update_") else "context"
-    assert f"{argument}: got a call that rank 1 refuses" in first
-    assert message in second
-
-
-def test_the_others_hear_what_fails_between_the_exchanges_of_a_layer(monkeypatch: pytest.MonkeyPatch):
-    """Its halo has passed the checks on all ranks then."""
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group) -> str:
-        context, layer = context_parallel(OFFSETS, group=group), make_layer(torch.float32)
-        if group.rank() == 1:
-            layer.backend = "triton"
-        with pytest.raises(ValueError) as refused:
-            layer(torch.zeros(1, 32, HIDDEN), cp_context=context)
-        return str(refused.value)
-
-    first, second = on_ranks(2, run)
-    assert first.startswith(REFUSED_THERE) and second.startswith("backend: got 'triton'")
-
-
-def test_a_refusal_names_the_group_that_was_passed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group) -> str:
-        with pytest.raises(ValueError) as refused:
-            fd.chunk_kda(**small_call() | {"scale": 1.0 + group.rank()}, group=group)
-        return str(refused.value)
-
-    assert all(text.startswith("group: got another call on rank 1") for text in on_ranks(2, run))
 
 
 def test_tokens_on_earlier_ranks_are_counted_up_to_a_bound():
     """Beyond 2^31 an int32 would wrap."""
     tokens = 2**30
     _, border = shard(torch.tensor([0, 4 * tokens]), 3, 4, tokens, 1)
-    assert border[HALO] == ANY_HALO and border[FIRST_RANK] == 0
-
-
-def test_contexts_that_do_not_fit_are_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
-    """Those of FLA have no offsets of all ranks' tokens."""
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group) -> str:
-        context = fla_context(group, OFFSETS)
-        if group.rank() == 1:
-            context.pre_num_ranks = 0
-        with pytest.raises(ValueError) as refused:
-            fd.chunk_kda(**small_call(), cp_context=context)
-        return str(refused.value)
-
-    assert all(text.startswith("cu_seqlens: got offsets on rank 0 that do not") for text in on_ranks(2, run))
-
-
-def test_updated_offsets_are_compared_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group) -> str:
-        context = context_parallel(OFFSETS, group=group, max_sequences=2)
-        before = context.border.tolist()
-        with pytest.raises(ValueError) as refused:
-            context.update_(torch.tensor([0, 19 + group.rank(), 64]))
-        assert context.border.tolist() == before
-        context.update_(torch.tensor([0, 40, 64]))
-        fd.chunk_kda(**small_call(), cp_context=context)
-        return str(refused.value)
-
-    assert all(text.startswith(OTHER_OFFSETS) for text in on_ranks(2, run))
+    assert border[at.HALO] == at.ANY_HALO and border[at.FIRST_RANK] == 0
 
 
 def test_an_update_has_the_room_that_each_rank_has():
@@ -963,103 +696,29 @@ def test_an_update_has_the_room_that_each_rank_has():
         assert (context.border.tolist(), context.cu_seqlens.tolist()) == before
         return str(refused.value)
 
-    wanted = "cu_seqlens: got 2 sequences on rank 1, wanted at most 1, for which context_parallel left room"
-    assert all(text.startswith(wanted) for text in on_ranks(2, run))
-
-
-def test_backends_that_differ_are_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
-    """Their backward passes do not exchange alike."""
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group) -> str:
-        context = context_parallel(OFFSETS, group=group)
-        problem, _ = check(fd.chunk_kda, **small_call(), cp_context=context)
-        with pytest.raises(ValueError) as refused:
-            rank_checks.check_call_of_ranks(context, problem, ("reference", "triton")[group.rank()])
-        rank_checks.check_call_of_ranks(context, problem, "triton")
-        return str(refused.value)
-
-    assert all(text.startswith(OTHER_CALL) for text in on_ranks(2, run))
-
-
-class Slotted:
-    """An object like FLA's that takes no other attributes."""
-
-    __slots__ = ("cu_seqlens", "group", "post_num_ranks", "pre_num_ranks")
-
-    def __init__(self, said: dict):
-        for name in self.__slots__:
-            setattr(self, name, said[name])
-
-
-def test_a_context_that_keeps_nothing_is_taken():
-    def run(group) -> bool:
-        context = fla_context(group, OFFSETS)
-        plain, slotted = (fd.chunk_kda(**small_call(), cp_context=x)[0] for x in (context, Slotted(vars(context))))
-        return same_bits(plain, slotted)
-
-    assert on_ranks(2, run) == [True, True]
-
-
-def test_a_context_is_shown_without_its_tensors():
-    """Which may lie on a device, where a debugger's look would wait for it."""
-
-    def run(group) -> str:
-        return repr(context_parallel(OFFSETS, group=group, exchange="gather", relay=False))
-
-    for rank, text in enumerate(on_ranks(2, run)):
-        assert f"rank={rank}, ranks=2" in text and "exchange='gather', relay=False" in text and "tensor" not in text
-
-
-def test_one_rank_alone_may_ask(monkeypatch: pytest.MonkeyPatch):
-    """Questions exchange nothing."""
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-
-    def run(group) -> bool:
-        call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group)}
-        asked = group.rank() == 1 or fd.explain(fd.chunk_kda, **call).chosen == "reference"
-        return asked and fd.supports(fd.chunk_kda, **call).ok
-
-    assert on_ranks(2, run) == [True, True]
+    assert all(text.startswith("cu_seqlens: got 2 sequences on rank 1, wanted at most 1") for text in on_ranks(2, run))
 
 
 @pytest.mark.parametrize("lengths", [(40, 50, 6), (96,), (10, 80, 6)])
-def test_ranks_that_agree_pass_the_checks(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
-    """Also where a sequence goes on from the first rank to the last, over one that has nothing else."""
-    monkeypatch.setattr(device_checks, "ENABLED", True)
+def test_ranks_that_agree_pass_the_checks(lengths: tuple[int, ...], checked: None):
+    """Also where a sequence goes on from the first rank to the last, over one that has nothing else; and of a halo's batch
+    rows ranks may have different numbers of tokens."""
     cut = cut_of(packed(lengths), 3)
     assert_same(cut.over_ranks(1), cut.whole())
+    found = on_ranks(2, lambda group: halo(torch.full((2, 4 + group.rank(), 3), 1.0 + group.rank()), group, 3))
+    assert found[0].eq(0).all() and found[1].eq(1).all()
 
 
-@pytest.mark.parametrize("absent", [0, 1])
-def test_a_virtual_rank_that_does_not_come_is_an_error(absent: int):
-    """Whichever runs first."""
+def test_one_rank_alone_may_ask(checked: None):
+    """Questions exchange nothing. A rank plans segments of its tokens as one GPU does for as many."""
 
-    def run(group) -> None:
-        if group.rank() != absent:
-            halo(torch.zeros(1, 4, 2), group, 2)
-
-    with pytest.raises(RuntimeError, match="an exchange that another rank does not come to"):
-        on_ranks(2, run)
-
-
-def test_a_rank_plans_segments_of_its_tokens():
-    """As one GPU does for as many."""
-
-    def run(group) -> tuple[bool, ...]:
-        call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group), "backend": "triton"}
-        return tuple(check(fd.chunk_kda, **call | split)[0].split == AUTO for split in ({}, {"split": False}))
-
-    assert on_ranks(2, run) == [(True, False)] * 2
-
-
-def test_supports_and_explain_know_contexts():
-    def run(group) -> tuple:
+    def run(group) -> bool:
         call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group)}
-        explained = fd.explain(fd.chunk_kda, **call)
         lengths = fd.supports(fd.chunk_kda, **call | {"cu_seqlens_cpu": OFFSETS})
-        return fd.supports(fd.chunk_kda, **call | {"split": 2}), lengths, explained.chosen
-
-    for fits, lengths, chosen in on_ranks(2, run):
-        assert fits.ok and chosen == "reference"
         assert not lengths.ok and "cu_seqlens_cpu" in lengths.reason
+        planned = call | {"backend": "triton"}
+        assert [check(fd.chunk_kda, **planned | x)[0].split == AUTO for x in ({}, {"split": False})] == [True, False]
+        asked = group.rank() == 1 or fd.explain(fd.chunk_kda, **call).chosen == "reference"
+        return asked and fd.supports(fd.chunk_kda, **call).ok and fd.supports(fd.chunk_kda, **call | {"split": 2}).ok
+
+    assert on_ranks(2, run) == [True, True]

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashdelta as fd
-from flashdelta.problem.border import shard
-from flashdelta.problem.context import ContextParallel
+from flashdelta.parallel import merge
+from flashdelta.parallel.border import shard
+from flashdelta.parallel.context import ContextParallel
 from flashdelta.problem.problem import Result
 from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
@@ -23,7 +24,6 @@ from flashdelta.program.launch import ARGUMENTS, Launch, _specialization
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
 from flashdelta.program.workspace import Workspace, mark, new
-from flashdelta.triton import merge
 from flashdelta.triton.recurrence import recurrence_kernel
 
 from ..support.cases import BF16, BY_NAME, Case

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.problem import context as contexts
+from flashdelta.parallel import context as contexts
 from flashdelta.problem import device_checks
 from flashdelta.problem.arguments import Operation, is_plain
 from flashdelta.runtime.call import NoKernel, public_call

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from ..parallel.merge import around_recurrence
 from ..problem.problem import AUTO, BACKWARD, Problem, Tensors
 from ..program.launch import capability
 from ..program.program import Outputs, Program, Step
@@ -14,7 +15,6 @@ from ..program.workspace import Workspace, new
 from ..triton import launch as portable
 from ..triton.copy import strided_copy
 from ..triton.launch import StageCall
-from ..triton.merge import around_recurrence
 from ..triton.segments import lasting_segments
 from . import gradients
 from .commit import commit

@@ -7,12 +7,12 @@ import functools
 import torch
 from torch import Tensor
 
+from ..parallel.merge import carried_states
 from ..problem.problem import Problem, Tensors
 from ..program.program import Program, Step
 from ..triton import backward_pass
 from ..triton.backward_pass import Kept, Stages
 from ..triton.launch import StageCall
-from ..triton.merge import carried_states
 from .intra import intra
 from .launch import TILE, layout, prepare_inputs
 from .prepare import prepare

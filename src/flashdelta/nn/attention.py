@@ -28,10 +28,10 @@ from ..ops.convolution import short_convolution
 from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.recurrent import fused_recurrent_kda
+from ..parallel.checks import broadcast_errors
+from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
-from ..problem import rank_checks
 from ..problem.arguments import flag, positive
-from ..problem.context import ContextParallel, check_offsets, context_of
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES, epsilon
 from ..problem.operations import bound as check_bound
 from ..problem.problem import NullIndex
@@ -248,7 +248,7 @@ class KimiDeltaAttention(nn.Module):
             others |= {"has_initial_state": has_initial_state, "null_index": null_index}
             return self._masked(x, attention_mask, {"cu_seqlens": cu_seqlens, "cp_context": cp_context}, others)
         context = None
-        with rank_checks.refusals_told(cp_context):
+        with broadcast_errors(cp_context):
             self._check_inputs(x, cache, cu_seqlens)
             if cp_context is not None:
                 others = {"cache": cache, "cu_seqlens": cu_seqlens, "pool": pool, "return_cache": return_cache or None}
@@ -275,7 +275,7 @@ class KimiDeltaAttention(nn.Module):
             states = {"initial_state": None if cache is None else cache.state, "output_final_state": return_cache}
         if context is not None:
             past, states = {"initial_state": self._inputs_before(mixed, context)}, {"cp_context": context}
-        with rank_checks.refusals_told(cp_context):
+        with broadcast_errors(cp_context):
             weight, bias = self._filters(mixed.dtype, share)
             mixed, conv = short_convolution(mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around())
             if context is None:

@@ -6,8 +6,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..problem import operations, rank_checks
-from ..problem.context import context_in_call
+from ..parallel.checks import broadcast_errors
+from ..parallel.context import context_in_call
+from ..problem import operations
 from ..problem.errors import by_keyword, named_options
 from ..problem.problem import GateName, NullIndex
 from ..problem.split import known_lengths
@@ -182,7 +183,7 @@ def chunk_kda(
         raise by_keyword(chunk_kda, positional)
     border = None
     if (cp_context is not None or group is not None) and isinstance(q, Tensor):
-        with rank_checks.refusals_told(cp_context, group):
+        with broadcast_errors(cp_context, group):
             cp_context, cu_seqlens, border = context_in_call(cp_context, group, cu_seqlens, q)
         group = None
     tensors = (

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..problem import rank_checks
-from ..problem.arguments import positive
-from ..problem.border import HALO
-from ..problem.context import ContextParallel, context_of
+from ..problem.arguments import is_wrapped, note_offsets, positive, refuse_changed_offsets, refuse_transforms
 from ..problem.errors import wrong
-from ..problem.exchanges import EARLIER, LATER, exchange
-from ..problem.groups import is_group
-from ..runtime.autograd import note_offsets, refuse_changed_offsets
-from ..runtime.call import is_wrapped, refuse_transforms
+from .border import HALO
+from .checks import broadcast_errors, check_on_all_ranks
+from .context import ContextParallel, context_of
+from .exchange import EARLIER, LATER, exchange, is_group
 
 
 def halo(x: Tensor, context: Any, width: int) -> Tensor:
@@ -37,12 +34,12 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
-    with rank_checks.refusals_told(context):
+    with broadcast_errors(context):
         c = _context(x, context, width)
     differentiable = torch.is_grad_enabled() and x.requires_grad
     # of batch rows each rank may have as many tokens as it likes
     sizes = (x.shape[0], x.shape[2], width, c.cu_seqlens is not None and x.shape[1])
-    rank_checks.check_on_all_ranks(c, ("halo", sizes, x.dtype, differentiable, c.exchange), "context")
+    check_on_all_ranks(c, ("halo", sizes, x.dtype, differentiable, c.exchange), "context")
     if c.ranks == 1:
         return x.new_zeros(x.shape[0], width, x.shape[2])
     return _halo(x, c.border, c.name, c.exchange, c.rank, c.ranks, width)

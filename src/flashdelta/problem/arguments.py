@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .problem import ROLES, Problem, Tensors
 CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
 """The usual classes of tensors that are plain."""
+
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Inside `torch.func.grad`, `vjp`, `vmap` and so on, whose work must go through the dispatcher, too."""
 
 
 def is_plain(x: object) -> bool:
@@ -270,6 +273,23 @@ def check_saved(inputs: Iterable[tuple[str, Tensor | None]]) -> None:
             raise wrong(name, "an inference tensor with inputs that require grad", "torch.no_grad() or a clone of it")
 
 
+def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
+    """By the caller's names, for `refuse_changed_offsets`: autograd sees changes of what it saved, but not where checkpointing
+    saves it anew, or a hook a copy."""
+    ctx.offsets = [(name, x, x._version) for name, x in offsets.items()]
+
+
+def refuse_changed_offsets(ctx: Any) -> None:
+    for name, x, version in ctx.offsets:
+        if x._version != version:
+            raise RuntimeError(f"{name}: changed in place after the forward, and its backward pass reads it")
+
+
+def refuse_transforms(name: str) -> NoReturn:
+    """Of `torch.func`, around a call over ranks."""
+    raise NotImplementedError(f"{name}: transforms of torch.func have no calls over ranks; autograd has")
+
+
 def extent(x: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last one."""
     if x.numel() == 0:
@@ -279,7 +299,7 @@ def extent(x: Tensor) -> int:
 
 def has_address(x: Tensor) -> bool:
     """Not so on the meta device, in subclasses, and inside the transforms of `torch.func`."""
-    return is_plain(x) and x.device.type != "meta" and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return is_plain(x) and x.device.type != "meta" and not is_wrapped(x)
 
 
 is_lazy = torch._C._is_cow_tensor

@@ -12,6 +12,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from ..parallel.border import BORDER
+from ..parallel.context import context_in_call, has_context
 from .arguments import (
     BOOL,
     FLOAT32,
@@ -33,8 +35,6 @@ from .arguments import (
     state,
     wide_or_first,
 )
-from .border import BORDER
-from .context import context_in_call, has_context
 from .errors import mistyped, wrong
 from .problem import (
     DECODE_TOKENS,

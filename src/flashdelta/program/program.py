@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..parallel.exchange import Exchange
 from ..problem.problem import Problem, Result, Tensors
-from .exchange import Exchange
 from .launch import Launch
 from .record import Recorded, Recorder
 from .workspace import new

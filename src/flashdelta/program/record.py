@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from ..parallel.exchange import Exchange, as_bytes
 from ..problem.arguments import extent
-from ..problem.exchanges import as_bytes
-from .exchange import Exchange
 from .launch import ARGUMENTS, STREAM, Launch, current_device, current_stream, hooked, kernel_call
 from .workspace import is_marked, is_scratch, mark
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..problem.border import FIRST_RANK, OPEN_IN, OPEN_OUT
-from ..problem.exchanges import exchange as exchange_packets
-from ..problem.exchanges import gather
+from ..parallel.border import FIRST_RANK, OPEN_IN, OPEN_OUT
+from ..parallel.exchange import exchange as exchange_packets
+from ..parallel.exchange import gather
 from ..problem.problem import Problem, Tensors
 from .split import Transition
 

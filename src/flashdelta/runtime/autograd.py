@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend, Recording
-from ..problem.arguments import check_saved, resolved
+from ..problem.arguments import check_saved, note_offsets, refuse_changed_offsets, resolved
 from ..problem.problem import BACKWARD, Problem, Tensors, inputs_of
 from ..program.cache import LaunchCache
 
@@ -110,18 +110,6 @@ NO_SECOND = (
 
 def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
     raise NotImplementedError(NO_SECOND)
-
-
-def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
-    """By the caller's names, for `refuse_changed_offsets`: autograd sees changes of what it saved, but not where checkpointing
-    saves it anew, or a hook a copy."""
-    ctx.offsets = [(name, x, x._version) for name, x in offsets.items()]
-
-
-def refuse_changed_offsets(ctx: Any) -> None:
-    for name, x, version in ctx.offsets:
-        if x._version != version:
-            raise RuntimeError(f"{name}: changed in place after the forward, and its backward pass reads it")
 
 
 class _Differentiated(torch.autograd.Function):

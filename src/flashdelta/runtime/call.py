@@ -13,16 +13,13 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from .. import backends
-from ..problem import rank_checks
-from ..problem.arguments import Operation, is_plain
+from ..parallel.checks import broadcast_errors, check_call_of_ranks
+from ..problem.arguments import Operation, is_plain, is_wrapped, refuse_transforms
 from ..problem.errors import wrong
 from ..problem.problem import Problem, Tensors
 from ..problem.split import known_lengths
 from ..program.cache import Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
-
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Inside `torch.func.grad`, `vjp`, `vmap` and so on, whose work must go through the dispatcher, too."""
 
 CACHE: LaunchCache[Any] = LaunchCache()
 
@@ -175,10 +172,10 @@ class Call:
 
     def check_on_all_ranks(self, given: Mapping[str, Any]) -> tuple[Problem, Tensors, backends.Backend]:
         context = given.get("cp_context")
-        with rank_checks.refusals_told(context, given.get("group")):
+        with broadcast_errors(context, given.get("group")):
             problem, t, backend = self.check(given)
         if problem.ranks > 1:
-            rank_checks.check_call_of_ranks(context, problem, backend.name)
+            check_call_of_ranks(context, problem, backend.name)
         return problem, t, backend
 
     def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
@@ -216,11 +213,6 @@ def count_writes(tensors: Sequence[Tensor | None], places: Sequence[int]) -> Non
     written = [x for i in places if (x := tensors[i]) is not None]
     if written:
         increment_version(written)
-
-
-def refuse_transforms(name: str) -> NoReturn:
-    """Of `torch.func`, around a call over ranks."""
-    raise NotImplementedError(f"{name}: transforms of torch.func have no calls over ranks; autograd has")
 
 
 def public_call(op: Callable[..., Any]) -> Call:

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..parallel.exchange import Exchange
+from ..parallel.merge import carried_gradients, room_for_packets, told_gradients
 from ..problem.problem import Problem, Result, Tensors
-from ..program.exchange import Exchange
 from ..program.launch import Launch
 from ..program.program import Outputs, Program, Step
 from ..program.workspace import Layout, Workspace, new
 from .finish import ByHead, finish
 from .launch import StageCall
-from .merge import carried_gradients, clear, room_for_packets, told_gradients
+from .merge import clear
 from .segments import compose, found_segments
 from .wy import Parts, WyOperands
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ..parallel.merge import around_recurrence
 from ..problem.problem import BACKWARD, Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability, sm_count
@@ -17,7 +18,6 @@ from .convolution import short_convolution
 from .decode import decode
 from .fused_decode import fused_kda_decode
 from .launch import StageCall, layout, prepare_inputs
-from .merge import around_recurrence
 from .norm import gated_rms_norm
 from .output import output
 from .prepare import prepare

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ..parallel.merge import carried_states
 from ..problem.problem import Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import sm_count
@@ -15,7 +16,6 @@ from . import backward_pass
 from .backward_pass import Kept, Stages
 from .intra import intra
 from .launch import StageCall, layout, prepare_inputs
-from .merge import carried_states
 from .prepare import prepare
 from .recurrence import recurrence
 from .reverse import reverse

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import rank_checks
-from .arguments import check_tensor, flag, positive, shape_of
+from ..problem.arguments import check_tensor, flag, positive, shape_of
+from ..problem.device_checks import enabled
+from ..problem.errors import wrong
 from .border import (
     ANY_HALO,
     BORDER,
@@ -29,10 +29,8 @@ from .border import (
     new_border,
     shard,
 )
-from .device_checks import enabled
-from .errors import wrong
-from .exchanges import EXCHANGES, chosen_exchange
-from .groups import check_alive, members
+from .checks import broadcast_errors, check_on_all_ranks
+from .exchange import EXCHANGES, check_alive, chosen_exchange, members
 
 MOST_TOKENS = 2**31 - 1
 """Of a rank."""
@@ -44,7 +42,7 @@ class ContextParallel:
     are the same with them, whatever their offsets.
 
     `cu_seqlens [N + 1]` int32: offsets of this rank's tokens, on the device; None if each batch row is one sequence over all
-    ranks. `border [10]` int32, on the device, is what kernels read of the other ranks (`problem/border.py` lists its places).
+    ranks. `border [10]` int32, on the device, is what kernels read of the other ranks (`parallel/border.py` lists its places).
     `tokens`: of a rank (None: each rank has its own). `conv_size`: taps of the layer's convolution.
     """
 
@@ -89,11 +87,6 @@ class ContextParallel:
     def device(self) -> torch.device:
         return self.border.device
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor | None]:
-        """Those of a call: `border` and `cu_seqlens`."""
-        return self.border, self.cu_seqlens
-
     def check_tokens(self, x: Tensor, name: str = "x") -> None:
         """That a call's `x [B, T, ...]` has as many tokens as the offsets are for."""
         if self.cu_seqlens is not None and (x.shape[0] != 1 or self.tokens not in (None, x.shape[1])):
@@ -120,14 +113,19 @@ class ContextParallel:
             ValueError, TypeError: offsets that do not fit.
         """
         assert self.cu_seqlens is not None and self.tokens is not None, "context_parallel gives both"
-        with rank_checks.refusals_told(self):
+        with broadcast_errors(self):
             check_offsets(cu_seqlens)
             if cu_seqlens.device.type == "cpu" or enabled():
                 on_host = cu_seqlens.cpu()
                 check_values(on_host, self.ranks * self.tokens)
-                self._check_capacity(counts(on_host, self.ranks, self.tokens).tolist())
+                # of all ranks, so that all refuse alike
+                found = counts(on_host, self.ranks, self.tokens).tolist()
+                for r, (n, most) in enumerate(zip(found, self.capacity)):
+                    if n > most:
+                        wanted = f"at most {most}, for which context_parallel left room (max_sequences)"
+                        raise wrong("cu_seqlens", f"{n} sequences on rank {r}", wanted)
             local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
-        rank_checks.check_on_all_ranks(self, "update_", "cu_seqlens", border)
+        check_on_all_ranks(self, "update_", "cu_seqlens", border)
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
         object.__setattr__(self, "sequences", len(cu_seqlens) - 1)
@@ -155,13 +153,6 @@ class ContextParallel:
             raise wrong("x", f"shape {list(x.shape)}", wanted)
         own = torch.arange(len(self.cu_seqlens) - 1, device=self.device)
         return x[(self.border[FIRST] + own).clamp(max=len(x) - 1)]
-
-    def _check_capacity(self, sequences: Sequence[int]) -> None:
-        """Of all ranks, so that all refuse alike."""
-        for r, (found, most) in enumerate(zip(sequences, self.capacity)):
-            if found > most:
-                wanted = f"at most {most}, for which context_parallel left room (max_sequences)"
-                raise wrong("cu_seqlens", f"{found} sequences on rank {r}", wanted)
 
 
 def context_parallel(
@@ -204,7 +195,7 @@ def context_parallel(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted. Where
             `"put"` can't be, every rank says why.
     """
-    with rank_checks.refusals_told(group):
+    with broadcast_errors(group):
         name, rank, ranks = members(group)
         offsets = _offsets_on_host(cu_seqlens, cu_seqlens_cpu)
         if exchange not in EXCHANGES:
@@ -236,7 +227,7 @@ def context_parallel(
         sequences=len(offsets) - 1,
     )
     options = max_sequences, conv_size, exchange, relay
-    rank_checks.check_on_all_ranks(context, ("context_parallel", *options), "cu_seqlens")
+    check_on_all_ranks(context, ("context_parallel", *options), "cu_seqlens")
     way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
     return context if way == exchange else replace(context, exchange=way)
 
@@ -255,8 +246,8 @@ def _offsets_on_host(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> Tenso
 
 
 def check_offsets(offsets: object, name: str = "cu_seqlens", on_host: bool = False) -> None:
-    if not isinstance(offsets, Tensor):
-        raise TypeError(f"{name}: got {type(offsets).__name__}, wanted a torch.Tensor")
+    check_tensor(name, offsets)
+    assert isinstance(offsets, Tensor)
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: got dtype {offsets.dtype}, wanted int32 or int64")
     if offsets.dim() != 1 or offsets.numel() == 0:
@@ -340,25 +331,18 @@ _of_groups: weakref.WeakKeyDictionary[Any, dict[torch.device, ContextParallel]] 
 
 def _of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device) -> ContextParallel:
     """Each batch row is one sequence over all ranks."""
-    if torch.compiler.is_compiling():
-        return _new_of_rows(None, name, rank, ranks, device)
-    known = _of_groups.setdefault(group, {})
-    found = known.get(device)
-    if found is None:
-        found = _new_of_rows(weakref.ref(group), name, rank, ranks, device)
-        # not what a mode of fake tensors makes
-        if type(found.border) is Tensor:
-            known[device] = found
-    return found
-
-
-def _new_of_rows(
-    group: weakref.ref[Any] | None, name: str, rank: int, ranks: int, device: torch.device
-) -> ContextParallel:
+    tracing = torch.compiler.is_compiling()
+    known = {} if tracing else _of_groups.setdefault(group, {})
+    if device in known:
+        return known[device]
     values = [0] * BORDER
     values[OPEN_IN], values[OPEN_OUT] = (0 if rank > 0 else -1), (0 if rank + 1 < ranks else -1)
     values[FIRST_RANK], values[LAST_RANK], values[HALO] = 0, ranks - 1, (ANY_HALO if rank > 0 else 0)
-    return ContextParallel(group, name, rank, ranks, new_border(values, device))
+    border = new_border(values, device)
+    found = ContextParallel(None if tracing else weakref.ref(group), name, rank, ranks, border)
+    if type(border) is Tensor:  # not what a mode of fake tensors makes
+        known[device] = found
+    return found
 
 
 def _from_fla(context: Any) -> ContextParallel:
@@ -376,8 +360,6 @@ def _from_fla(context: Any) -> ContextParallel:
         raise wrong("cp_context", "one whose group is None", "one with a process group, or no cp_context")
     name, rank, ranks = members(context.group)
     before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
-    if known is not None and all(a is b or (isinstance(a, (int, str)) and a == b) for a, b in zip(known[0], said)):
-        return known[1]
     check_offsets(context.cu_seqlens)
     N, values, tokens = context.cu_seqlens.shape[0] - 1, [0] * BORDER, None
     values[OPEN_IN], values[OPEN_OUT] = (0 if before > 0 else -1), (N - 1 if after > 0 else -1)

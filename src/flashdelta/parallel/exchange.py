@@ -8,15 +8,15 @@ import hashlib
 import os
 import socket
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import wrong
-from .groups import group_named
+from ..problem.errors import wrong
 
 EXCHANGES = ("auto", "gather", "put")
 
@@ -95,27 +95,64 @@ def chosen_exchange(way: str, name: str, device: torch.device) -> str:
     return "put" if obstacle is None else "gather"
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Between two launches or after the last, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, if
+    that is for this one, by a `way` of the process group's. Both are `scratch`, or outputs. `act`: `exchange` or a half of
+    it."""
+
+    act: Callable[[Tensor, Tensor, str, str, str], None]
+    group: str
+    way: str
+    to: str
+    packet: Tensor
+    packets: Tensor
+
+    @property
+    def scratch(self) -> tuple[Tensor, ...]:
+        return self.packet, self.packets
+
+    def run(self) -> None:
+        self.act(self.packet, self.packets, self.group, self.way, self.to)
+
+
+# ---- process groups, by name and by what a process has of them ----------------------------------------------------------
+
+
+def is_group(x: object) -> bool:
+    # not a tuple of kinds, in which torch.compile does not find a group's
+    return torch.distributed.is_available() and isinstance(x, torch.distributed.ProcessGroup)
+
+
+def members(group: Any, name: str = "group") -> tuple[str, int, int]:
+    """A process group's name, this process' rank in it, and how many ranks it has. `name`: the argument's."""
+    if not is_group(group):
+        if torch.distributed.is_available() and group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+            raise wrong(name, "a group that this process is not in", "one of its own")
+        wanted = "a torch.distributed.ProcessGroup (of a DeviceMesh: its get_group())"
+        raise TypeError(f"{name}: got {type(group).__name__}, wanted {wanted}")
+    if not torch.compiler.is_compiling():
+        check_alive(group, group.group_name, name)
+    return group.group_name, group.rank(), group.size()
+
+
+def check_alive(group: Any, name: str, argument: str) -> None:
+    """That a group has its name still: a later one may have got it."""
+    if group is not group_named(name, argument):
+        raise wrong(argument, f"a process group that was destroyed, and a later one has its name ({name!r})", LIVING)
+
+
+def group_named(name: str, argument: str = "group") -> Any:
+    try:
+        return torch.distributed.distributed_c10d._resolve_process_group(name)
+    except (RuntimeError, KeyError, ValueError):
+        raise wrong(argument, f"a process group that was destroyed (its name was {name!r})", LIVING) from None
+
+
+LIVING = "one that there is"
+
+
 # ---- put ------------------------------------------------------------------------------------------------------------------
-
-
-class Memory(Protocol):
-    """As PyTorch's symmetric memory has it: as many bytes on every rank, which every rank can write."""
-
-    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
-        """That of a rank."""
-        ...
-
-    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """What follows on the current stream waits until all ranks have come here."""
-        ...
-
-    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """To another rank, once that has seen the signal before."""
-        ...
-
-    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """What follows on the current stream waits for another rank's signal."""
-        ...
 
 
 TURNS = 2
@@ -162,7 +199,8 @@ class SharedMemory:
         self.group, self.device = weakref.ref(group), device
         self.rank, self.ranks = group.rank(), group.size()
         self.room = self.calls = self.timeout_ms = 0
-        self.memory: Memory
+        self.memory: Any
+        """As PyTorch's symmetric memory has it."""
         self.buffers: list[Tensor] = []
         self.places: dict[tuple[int, int], _Place] = {}
         """By bytes of a packet, and by where the first one lies."""
@@ -171,7 +209,7 @@ class SharedMemory:
         """Each rank begins with another one."""
         self.sides = {ALL: (self.others, self.others), LATER: (later, earlier), EARLIER: (earlier, later)}
         """Whom this rank sends to, and who sends to it."""
-        self.outgrown: list[tuple[Memory, list[Tensor]]] = []
+        self.outgrown: list[tuple[Any, list[Tensor]]] = []
         self.unread: list[tuple[int, int]] = []
         """Signals of the last exchange that have not been waited for: rank and channel."""
         self.done: torch.cuda.Event | None = None
@@ -362,7 +400,7 @@ def _stands_in(group: Any) -> bool:
     return hasattr(group, "share")
 
 
-def _opened(group: Any, nbytes: int, device: torch.device) -> tuple[Tensor, Memory]:
+def _opened(group: Any, nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
     """Memory of this rank, and that of all."""
     if _stands_in(group):
         own = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..problem.device_checks import enabled
+from ..problem.errors import wrong
+from ..problem.problem import Problem
 from .border import DIGEST, FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT
-from .device_checks import enabled
-from .errors import wrong
-from .exchanges import gather_numbers
-from .groups import group_named, is_group
-from .problem import Problem
+from .exchange import gather_numbers, group_named, is_group
 
 ALIKE = (
     *("operation", "scale", "gate", "lower_bound", "beta_kind", "l2norm", "state_v_first", "chunk_size"),
@@ -70,7 +69,7 @@ def check_on_all_ranks(context: Any, described: object, name: str = "cp_context"
 
 
 @contextlib.contextmanager
-def refusals_told(*where: Any) -> Iterator[None]:
+def broadcast_errors(*where: Any) -> Iterator[None]:
     """Of a call that this rank refuses in the block: tells the ranks that wait in `check_on_all_ranks`. `where`: what the call
     has as context and group, fit or not; where none of them is a group or has one, nobody can be told."""
     try:

@@ -1,0 +1,114 @@
+"""The steps around `recurrence` and `reverse` where sequences go on from rank to rank (docs/parallel.md): exchanges, and the
+stage `merge` of `triton/merge.py`, for every backend's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..problem.problem import BACKWARD, Problem, Tensors
+from ..program.launch import Launch
+from ..program.program import Outputs, Step
+from ..program.workspace import new
+from ..triton.launch import StageCall
+from ..triton.merge import merge, store_ends
+from .border import OPENED
+from .exchange import ALL, EARLIER, LATER, Exchange, exchange, receive, send
+
+Transition = Callable[[StageCall, Tensor], Launch]
+"""A backend's launch that leaves `(M, b)` of the sequences that go on to the next rank in a packet, `Problem.packet_shape`."""
+
+Reverse = Callable[[Problem, Tensors, Tensor | None, Tensor | None], Launch]
+"""A backend's scan from the gradients of final states to those of initial ones."""
+
+
+def carried_states(
+    call: StageCall, transition: Transition, packets: Tensor
+) -> tuple[list[Step], StageCall, list[Step]]:
+    """What finds the states before this rank's tokens, the call from these on, and what follows its `recurrence`. By relay the
+    first one's packet is what that ends with. The last rank tells nobody of its own. `packets`: room for those of all ranks,
+    or those that the forward has left for its backward pass."""
+    problem, t = call.problem, call.t
+    before, after = list[Step](), list[Step]()
+    if t.packets is None:
+        packet = new(packets.shape[1:], torch.float32, t.device)
+        # a backward pass reads the M of the ranks after this one
+        goes_back = problem.requires_grad or problem.operation.endswith(BACKWARD)
+        to = ALL if goes_back and problem.ranks > 2 else LATER
+        told = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
+        if problem.relays and problem.rank == 0:
+            call = replace(call, packet=packet, beside=(*call.beside, packet))
+            after.append(told)
+        else:
+            if problem.rank < problem.ranks - 1:
+                before.append(transition(call, packet))
+            before.append(told)
+    if problem.rank == 0 and not problem.has_pool:
+        return before, call, after  # nothing comes from a rank before
+    states = new(problem.state_shape, torch.float32, t.device)
+    before.append(merge(call, packets, None, states))
+    from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
+    t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
+    # what reads the states keeps them alive, as scratch
+    return before, replace(call, problem=from_here, t=t, beside=(*call.beside, states)), after
+
+
+def around_recurrence(
+    call: StageCall, transition: Transition, outputs: Outputs
+) -> tuple[list[Step], StageCall, Tensor | None, list[Step]]:
+    """Of a forward: what runs before `recurrence`, the call that this runs, where it leaves the final states, and what runs
+    after it."""
+    before, from_here, after = carried_states(call, transition, kept_packets(call.problem, outputs))
+    if not call.problem.has_pool:
+        return before, from_here, outputs.get("final_state"), after
+    final_state = new(call.problem.state_shape, torch.float32, outputs.device)
+    from_here = replace(from_here, beside=(*from_here.beside, final_state))
+    return before, from_here, final_state, [*after, store_ends(call, final_state)]
+
+
+def kept_packets(problem: Problem, outputs: Outputs) -> Tensor:
+    """Room for the packets of all ranks, which a forward with gradients leaves for its backward pass."""
+    packets = room_for_packets(problem, outputs.device)
+    if problem.requires_grad:
+        outputs["packets"] = packets
+    return packets
+
+
+def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
+    return new(problem.packet_shape, torch.float32, device)
+
+
+def told_gradients(problem: Problem, device: torch.device) -> Exchange:
+    """Of the gradients of the states before this rank's tokens, to earlier ranks."""
+    offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, device)
+    own = new(offsets.shape[1:], torch.float32, device)
+    return Exchange(exchange, problem.process_group, problem.exchange, EARLIER, own, offsets)
+
+
+def carried_gradients(
+    call: StageCall, packets: Tensor, reverse: Reverse, grads: Tensor, meanwhile: Iterable[Step]
+) -> Iterator[Step]:
+    """What finds the gradients `grads` of the final states, those of later ranks included. `call.t.dht`: the caller's own.
+    `meanwhile`: what takes none of them, and runs before they are waited for."""
+    problem, t = call.problem, call.t
+    told = told_gradients(problem, t.device)
+    if problem.rank == 0:
+        # nothing comes from a rank before, and a captured graph waits for the others where it sends
+        yield from meanwhile
+        yield told
+    else:
+        ends = t.cu_seqlens
+        if ends is not None:
+            assert t.border is not None
+            ends = t.border[OPENED:]
+        alone = replace(problem, N=problem.packets, has_initial_state=True)
+        yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, told.packet)
+        yield replace(told, act=send)
+        yield from meanwhile
+        yield replace(told, act=receive)
+    given = replace(problem, has_initial_state=t.dht is not None)
+    call = replace(call, problem=given, t=replace(t, initial_state=t.dht))
+    yield merge(call, packets, told.packets, grads)
