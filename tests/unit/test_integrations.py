@@ -514,13 +514,9 @@ def test_transformers_stands_where_fla_does(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_fla, "is_installed", lambda: False)
     status = integrations.status("transformers")
     assert status.state == "off" and "not installed: pip install flash-linear-attention" in status.reason
-    for model, (layer, _) in packing.MODELS.items():
-        if find_spec(f"transformers.models.{model}") is None:
-            continue
-        with monkeypatch.context() as patch:
-            patch.setattr(packing, "CONVOLUTION", "another_convolution(x)")
-            status = integrations.status("transformers")
-        assert status.state == "unknown version" and f"{layer}.forward lacks another" in status.reason
+    monkeypatch.setattr(packing, "CONVOLUTION", "another_convolution(x)")
+    status = integrations.status("transformers")
+    assert status.state == "unknown version" and status.reason.startswith("modeling_kimi_linear lacks another")
 
 
 def test_versions_in_the_docs_are_those_that_were_run():

@@ -158,7 +158,7 @@ class Source:
 
 
 def content(x: Any) -> Any:
-    """A syntax tree by values, the same in all Pythons: without docstrings, and without fields that are empty."""
+    """A syntax tree by values, the same in all Pythons: without docstrings, and without what is empty."""
     if isinstance(x, list):
         return [content(y) for y in x]
     if not isinstance(x, ast.AST):
@@ -169,6 +169,8 @@ def content(x: Any) -> Any:
         and ast.get_docstring(x, clean=False) is not None
     ):
         fields["body"] = x.body[1:]
+    if isinstance(x, ast.JoinedStr):  # Python 3.12.1 has empty strings in formats
+        fields["values"] = [y for y in x.values if getattr(y, "value", None) != ""]
     return type(x).__name__, [(name, content(y)) for name, y in fields.items()]
 
 
