@@ -114,10 +114,7 @@ def _targets() -> tuple[set[str], set[str]]:
     """Targets of the Makefile, and its variables."""
     text = (ROOT / "Makefile").read_text()
     assigned = re.findall(r"^(\w+) *[?:]?=", text, flags=re.MULTILINE)
-    return {*re.findall(r"^([a-z][a-z-]*):", text, flags=re.MULTILINE)}, {
-        *assigned,
-        *re.findall(r"\$\((\w+)\)", text),
-    }
+    return {*re.findall(r"^([a-z][a-z-]*):", text, flags=re.MULTILINE)}, {*assigned, *re.findall(r"\$\((\w+)\)", text)}
 
 
 def _make(words: list[str]) -> list[str]:

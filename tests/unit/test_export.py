@@ -272,11 +272,7 @@ BAD_DECODE = {
     "other gate": ({"gate": 1}, "ERROR_NOT_EXPORTED", "no kernels for "),
     "other size": ({"K": 128, "V": 128}, "ERROR_NOT_EXPORTED", "no kernels for "),
 }
-BAD = {
-    "prefill_f32": BAD_PREFILL | BAD_F32,
-    "prefill_bf16": BAD_PREFILL | BAD_BF16,
-    "decode_bf16": BAD_DECODE,
-}
+BAD = {"prefill_f32": BAD_PREFILL | BAD_F32, "prefill_bf16": BAD_PREFILL | BAD_BF16, "decode_bf16": BAD_DECODE}
 
 
 @pytest.mark.parametrize("op", BAD)

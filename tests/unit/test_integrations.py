@@ -124,11 +124,7 @@ def near(found: Any, want: Any, tolerance: float = TOLERANCE) -> None:
 
 # ---- FLA's functions ----------------------------------------------------------------------------------------------------
 
-GATES = {
-    "softplus": {},
-    "bounded": {"lower_bound": -5.0},
-    "safe": {"lower_bound": -5.0, "safe_gate": True},
-}
+GATES = {"softplus": {}, "bounded": {"lower_bound": -5.0}, "safe": {"lower_bound": -5.0, "safe_gate": True}}
 LAYERS = [*itertools.product(("chunk", "fused_recurrent"), GATES, *[(False, True)] * 4)]
 
 
@@ -205,10 +201,7 @@ LEFT_TO_FLA = {
     "context": ({"cp_context": SimpleNamespace(cu_seqlens=torch.tensor([0, T]), cu_seqlens_cpu=None)}, "cp_context"),
     "bound": ({"use_gate_in_kernel": True, "lower_bound": -9.0}, "lower_bound"),
     "safe": ({"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(H)}, "safe_gate"),
-    "graph": (
-        {"use_graph": True, "return_intermediate_states": True, "cu_seqlens": torch.tensor([0, T])},
-        "use_graph",
-    ),
+    "graph": ({"use_graph": True, "return_intermediate_states": True, "cu_seqlens": torch.tensor([0, T])}, "use_graph"),
     "training": ({"return_intermediate_states": True}, "return_intermediate_states"),
     "state": ({"initial_state": torch.zeros(1, H, K, K, dtype=torch.bfloat16)}, "initial_state"),
     "sigmoid": ({"allow_neg_eigval": True}, "allow_neg_eigval"),

@@ -29,13 +29,7 @@ class Slots(StandIn):
     """The states of a prefill's sequences, `[N, H, V, K]`, by their slots in a pool: those before it, or once it has run
     (`stored`) those after it. Storing them in their own slots does nothing then."""
 
-    def __init__(
-        self,
-        pool: Tensor,
-        indices: Tensor,
-        has_initial_state: Tensor | None,
-        gather: Callable[[], Tensor],
-    ):
+    def __init__(self, pool: Tensor, indices: Tensor, has_initial_state: Tensor | None, gather: Callable[[], Tensor]):
         self.pool, self.indices, self.has_initial_state, self.gather = pool, indices, has_initial_state, gather
         self.stored = False
 

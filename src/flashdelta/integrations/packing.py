@@ -19,11 +19,7 @@ from ..ops.convolution import short_convolution
 from .patches import Patches
 from .seams import folder_of
 
-MODELS = {
-    "kimi_linear": "KimiLinearModel",
-    "glm5_next": "Glm5NextTextModel",
-    "bailing_hybrid": "BailingHybridModel",
-}
+MODELS = {"kimi_linear": "KimiLinearModel", "glm5_next": "Glm5NextTextModel", "bailing_hybrid": "BailingHybridModel"}
 """Modules of its models, each with the model's class. 5.17 to 5.19 have no `bailing_hybrid`."""
 
 TAKEN = ("chunk_kda", "fused_recurrent_kda")
