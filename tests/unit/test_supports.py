@@ -64,14 +64,6 @@ def test_what_is_refused_is_not_supported(refusal: Refusal):
     refusal.expect(raised, call)
 
 
-def test_rows_of_a_norm_that_triton_does_not_take(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for rows, ok in ((2**31 - 1, True), (2**31, False)):
-        x = torch.empty(1).expand(rows, 1)
-        found = fd.supports(fd.gated_rms_norm, x, x, torch.ones(1), backend="triton")
-        assert found.ok == ok and ("2^31 rows" in found.reason) != ok
-
-
 def test_other_questions_are_answered():
     call = good_call(fd.chunk_kda, "plain")
     assert "wanted one of flashdelta." in fd.supports(print, **call).reason
@@ -105,14 +97,6 @@ def test_whatever_an_argument_is_nothing_is_raised(op: Callable, start: str):
             assert answer or answer.reason
 
 
-def test_the_fastest_backend_needs_no_reason(monkeypatch: pytest.MonkeyPatch):
-    for backend in (fd.backends.HopperBackend, fd.backends.TritonBackend):
-        monkeypatch.setattr(backend, "obstacle", lambda self, problem, device: None)
-    call = good_call(fd.chunk_kda, "plain")
-    assert fd.supports(fd.chunk_kda, **call) == (True, "hopper", "")
-    assert fd.supports(fd.chunk_kda, **call, backend="reference").backend == "reference"
-
-
 def test_what_a_call_refuses_beyond_shapes_is_seen():
     call = good_call(fd.recurrent_kda, "paged") | {
         "output": torch.empty_like(good_call(fd.recurrent_kda, "paged")["v"])
@@ -133,30 +117,6 @@ class Own(Tensor):
     """Of a class of its own, which may answer otherwise each time."""
 
 
-def test_what_is_no_operator_is_named():
-    for other in ([], fd.replay_buffer, fd.supports, print):
-        assert re.search(r"^op: got .*, which is no operator, wanted one of flashdelta\.", fd.supports(other).reason)
-
-
-def test_an_argument_may_be_called_op():
-    call = good_call(fd.chunk_kda, "plain")
-    assert fd.supports(fd.chunk_kda, **call, op=1).reason == "got an unexpected keyword argument 'op'"
-    with pytest.raises(TypeError, match="unexpected keyword argument 'op'"):
-        fd.explain(fd.chunk_kda, **call, op=1)
-
-
-def test_inside_transforms_the_answer_is_the_call_s():
-    call = good_call(fd.chunk_kda, "plain")
-    asked = []
-
-    def run(q: Tensor) -> Tensor:
-        asked.append(fd.supports(fd.chunk_kda, **call | {"q": q, "out": torch.empty_like(call["v"])}))
-        return q
-
-    torch.func.vmap(run)(call["q"][None])
-    assert not asked[0] and asked[0].reason
-
-
 def test_offsets_on_the_host_are_read():
     call = good_call(fd.chunk_kda, "packed")
     right, wrong = call["cu_seqlens"].clone(), call["cu_seqlens"] + 1
@@ -164,26 +124,6 @@ def test_offsets_on_the_host_are_read():
         assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right)
         assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=wrong)
         assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right.to("meta"))
-
-
-def test_offsets_that_are_not_dense_are_read():
-    call = good_call(fd.chunk_kda, "packed")
-    memory = torch.stack([call["cu_seqlens"]] * 2, 1)
-    offsets = memory[:, 0]
-    assert not offsets.is_contiguous()
-    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) for _ in range(2))
-    memory[0] = 1
-    assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
-    memory[0] = 0
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
-
-
-def test_offsets_whose_memory_is_gone_end_nothing():
-    call = good_call(fd.chunk_kda, "packed")
-    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=call["cu_seqlens"].clone()) for _ in range(2))
-    offsets = call["cu_seqlens"].clone()
-    offsets.untyped_storage().resize_(0)
-    assert offsets.data_ptr() == 0 and isinstance(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets).ok, bool)
 
 
 def test_a_mode_of_gradients_gets_its_own_answer():
@@ -255,28 +195,6 @@ def test_lazy_clones_stay_clones(op: Callable, start: str):
     assert fd.supports(op, **clones) == wanted == (True, "reference", wanted.reason)
     tensors = [x for some in (source, clones) for x in some.values() if isinstance(x, Tensor)]
     assert tensors and all(map(torch._C._is_cow_tensor, tensors))
-
-
-@pytest.mark.parametrize(("op", "out"), [(fd.chunk_kda, "out"), (fd.recurrent_kda, "output")])
-def test_lazy_clones_share_with_their_own_views_alone(op: Callable, out: str):
-    call = good_call(op, "plain" if op is fd.chunk_kda else "paged")
-    source = call["v"].clone()
-    both = torch.cat((source, source))
-    B, clone = len(source), torch._lazy_clone(both)
-    for other, begin, ok in ((clone, 0, False), (clone, B, True), (both, 0, True), (both, B, True)):
-        answer = fd.supports(op, **call | {"v": clone[:B], out: other[begin : begin + B]})
-        assert answer.ok is ok and ("memory shared with v" in answer.reason) is not ok
-    assert torch._C._is_cow_tensor(both) and torch._C._is_cow_tensor(clone)
-
-
-def test_lazy_offsets_on_the_host_stay_lazy():
-    call = good_call(fd.chunk_kda, "packed")
-    source = call["cu_seqlens"].clone()
-    clone = torch._lazy_clone(source)
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=clone)
-    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=x) for x in (call["cu_seqlens"].clone(), clone))
-    assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=torch._lazy_clone(source + 1))
-    assert torch._C._is_cow_tensor(clone)
 
 
 ODD = {
