@@ -365,37 +365,3 @@ def test_where_steps_are_fused(capability: int, changes: dict, chosen: str, monk
     assert choose(**LAYER | changes) == ("flashdelta" if chosen == "native" else chosen)
     if chosen == "native":
         assert choose(**LAYER | changes | {"backend": "native"}) == "native"
-
-
-@pytest.mark.parametrize(
-    ("capability", "changes", "chosen"),
-    [
-        (90, {"num_spec": 3}, "flashinfer"),
-        (90, {"num_spec": 16}, "flashinfer"),
-        (90, {"num_spec": 17}, "native"),
-        (90, {}, "native"),
-        (90, {"num_spec": 3, "backend": "native"}, "native"),
-        (90, {"num_spec": 3, "use_recoverssm": True}, "native"),
-        (90, {"num_spec": 3, "lower_bound": None}, "native"),
-    ],
-)
-def test_where_verification_is_fused(capability: int, changes: dict, chosen: str, monkeypatch: pytest.MonkeyPatch):
-    """It bears FlashInfer's name, whose kernel is for other GPUs."""
-    given = LAYER | {"lower_bound": -5.0, "use_recoverssm": False} | changes
-    assert choices(monkeypatch, capability)["resolve_kda_spec_decode_backend"](**given) == chosen
-
-
-def test_layers_without_ours_stay(monkeypatch: pytest.MonkeyPatch):
-    """Their calls reach vLLM's functions with all of their arguments."""
-    monkeypatch.setattr(_vllm, "_fused", set())
-    monkeypatch.setattr(_vllm, "runs", lambda *x: False)
-    step = K3Step(Model(H, D, dtype=FP32, device="cpu"), DRAFTS)
-    assert step.backends() == ("triton", "native")
-    seen: list[dict] = []
-    theirs = dict.fromkeys(("fused_kda_decode", "flashinfer_packed_fused_kda_decode"), lambda **call: seen.append(call))
-    step.call = SimpleNamespace(**adapted(_vllm.SEAMS, (_vllm.KIMI_K3, _vllm.OPS), theirs))
-    batch = Batch(step.model, step.model.tokens(2), [1, 1])
-    given = batch, step.output_gate(2), step.model.pool(3), step.windows(3)
-    step.fused(*given, step.model.index([1, 2]))
-    step.fused(*given, step.model.index([1, 2]).view(2, 1), step.model.index([1, 1]))
-    assert [len(x) for x in seen] == [15, 16] and all(x["x"] is batch.mixed for x in seen)

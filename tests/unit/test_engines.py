@@ -39,11 +39,6 @@ def small(**changes: Any) -> Model:
     return Model(**{"H": 2, "D": 32, "dtype": FP32, "device": "cpu"} | changes)
 
 
-def softplus(make: type[KimiLinear]) -> bool:
-    """Whether its models may have a gate without a bound."""
-    return make.modules[0] not in (_vllm.GLM, _vllm.LING)
-
-
 # ---- served ---------------------------------------------------------------------------------------------------------------
 
 
@@ -57,14 +52,13 @@ def test_serving(make: type[KimiLinear], drafts: int):
 
 
 @every_layer
-def test_states_and_tokens_in_bfloat16(make: type[KimiLinear]):
-    found = serve(make, small(dtype=BF16, state=BF16), 2, 0.05, ROUNDS // 2)
-    assert found.finished
-
-
-@pytest.mark.parametrize("make", [x for x in LAYERS.values() if softplus(x)])
-def test_the_gate_without_a_bound(make: type[KimiLinear]):
-    assert serve(make, small(lower_bound=None), 1, 10 * TOLERANCE[FP32], ROUNDS // 2).finished
+@pytest.mark.parametrize(
+    "other", ({"dtype": BF16, "state": BF16}, {"lower_bound": None}), ids=("bfloat16", "unbounded")
+)
+def test_serving_other_models(make: type[KimiLinear], other: dict):
+    if "lower_bound" in other and make.modules[0] in (_vllm.GLM, _vllm.LING):
+        pytest.skip("its gate has a bound")
+    assert serve(make, small(**other), 2, 0.05 if "dtype" in other else 10 * TOLERANCE[FP32], ROUNDS // 2).finished
 
 
 @every_layer
@@ -113,19 +107,9 @@ TRACKING = {"clamp", "mul"}
 """Of the numbers of tracked chunks."""
 
 
-NO_CALLS = (
-    _vllm.built,
-    _vllm.built_k3,
-    _vllm.built_glm,
-    _vllm.built_ling,
-    _sglang.built,
-    _vllm.k3_decode_backend,
-    _vllm.k3_verify_backend,
-    _vllm.k3_others,
-    _vllm.ling_forward,
-    _vllm.workspace_manager,
-    _vllm.forward,
-)
+NO_CALLS = (_vllm.built, _vllm.built_k3, _vllm.built_glm, _vllm.built_ling, _sglang.built, _vllm.forward)
+NO_CALLS += (_vllm.k3_decode_backend, _vllm.k3_verify_backend, _vllm.k3_others, _vllm.ling_forward)
+NO_CALLS += (_vllm.workspace_manager,)
 """Adapters of what is not called for a batch, or on other GPUs, or runs the layer's own code."""
 
 ADAPTERS = {

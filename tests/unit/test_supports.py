@@ -20,7 +20,7 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.problem import context as contexts
 from flashdelta.problem import device_checks
-from flashdelta.problem.arguments import Operation, is_plain
+from flashdelta.problem.arguments import Operation
 from flashdelta.runtime.call import NoKernel, public_call
 
 from ..support.inputs import TOKEN_TENSORS
@@ -197,60 +197,9 @@ def test_lazy_clones_stay_clones(op: Callable, start: str):
     assert tensors and all(map(torch._C._is_cow_tensor, tensors))
 
 
-ODD = {
-    "compressed": lambda x: x[0, :, 0].to_sparse_csr(),
-    "sparse": Tensor.to_sparse,
-    "opaque": lambda x: x.flatten(2).to_mkldnn(),
-    "nested": lambda x: torch.nested.nested_tensor([x, x]),
-    "jagged": lambda x: torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged),
-    "functional": torch._to_functional_tensor,
-    "uninitialized": lambda x: torch.nn.UninitializedParameter(),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("name", ["q", "g"])
-@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_odd_tensors_get_an_answer(odd: Callable, name: str):
-    call = good_call(fd.chunk_kda, "plain")
-    changed = call | {name: odd(call[name])}
-    answer = fd.supports(fd.chunk_kda, **changed)
-    assert answer or answer.reason
-    assert fd.supports(fd.chunk_kda, **call)
-
-
-class Weight(torch.nn.Parameter):
-    """As libraries that load models have them."""
-
-
-def test_subclasses_of_parameters_are_plain():
-    call = good_call(fd.chunk_kda, "plain")
-    weights = {name: Weight(call[name]) for name in ("A_log", "dt_bias")}
-    assert type(weights["A_log"]) is Weight and is_plain(weights["A_log"]) and not is_plain(call["q"].as_subclass(Own))
-    assert fd.supports(fd.chunk_kda, **call | weights)
-    found, want = fd.chunk_kda(**call | weights)[0], fd.chunk_kda(**call)[0]
-    assert type(found) is Tensor and torch.equal(found, want)
-    with FakeTensorMode() as mode:
-        assert not is_plain(mode.from_tensor(call["q"]))
-
-
 def inferred(x: Tensor) -> Tensor:
     with torch.inference_mode():
         return x.clone()
-
-
-@every_operator
-def test_inference_tensors_are_taken_and_written(op: Callable, start: str):
-    """Outside of inference mode, too."""
-    call, again = good_call(op, start), good_call(op, start)
-    if "out" in inspect.signature(op).parameters:
-        like = call["x" if "x" in call else "v"]
-        call["out"], again["out"] = torch.zeros_like(like), torch.zeros_like(like)
-    again = {name: inferred(x) if isinstance(x, Tensor) else x for name, x in again.items()}
-    assert fd.supports(op, **call) and fd.supports(op, **again)
-    op(**call)
-    op(**again)
-    assert all(torch.equal(x, again[name]) for name, x in call.items() if isinstance(x, Tensor))
 
 
 @pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
@@ -334,16 +283,6 @@ def by_kernel(call: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_on_a_cpu_the_reference_passes_for_a_kernel(name: str):
-    op, start = NARROW[name]
-    call, again = good_call(op, start), good_call(op, start)
-    found, want = op(**by_kernel(call)), op(**again)
-    found, want = (x if isinstance(x, tuple) else (x,) for x in (found, want))
-    assert all(torch.equal(x, y) for x, y in zip(found, want) if x is not None)
-    assert public_call(op).refusal(by_kernel(call)) is None
-
-
-@pytest.mark.parametrize("name", NARROW)
 def test_elsewhere_it_is_refused_before_anything_is_written(name: str):
     """The meta device stands for a GPU that no kernel of ours runs on."""
     op, start = NARROW[name]
@@ -401,14 +340,3 @@ def test_a_call_that_ran_answers_a_dispatcher(validated: list[str]):
     assert instructions(lambda: ask(call)) < MOST_INSTRUCTIONS
     assert ask(call | {"out": call["v"]}).startswith("out: got memory shared with v")
     assert "'sclae'" in ask(call | {"sclae": 1.0})
-
-
-@pytest.mark.parametrize("name", ["q", "state_pool", "backend"])
-def test_other_calls_than_those_are_validated_as_ever(name: str, validated: list[str]):
-    """What was refused by its kernel is taken by name, and the other way round."""
-    call = good_call(fd.chunk_kda, "pool")
-    wrong = {"q": call["q"].half(), "state_pool": call["state_pool"][..., :1], "backend": "none"}[name]
-    for given in (call, by_kernel(call)):
-        with pytest.raises((ValueError, TypeError)) as refused:
-            fd.chunk_kda(**given | {name: wrong})
-        assert isinstance(refused.value, NoKernel) is (given.get("backend") == backends.KERNEL and name != "backend")
