@@ -559,14 +559,6 @@ def test_models_train_alike(make: Callable, padded: bool, plainly: Callable, cou
     assert len(counted) == 2 and any("A_log" in name for name in found[1])
 
 
-def test_packed_sequences_train_alike(plainly: Callable):
-    model, ids = kda(), ids_of(1, 90)
-    offsets = torch.tensor([0, 25, 90])
-    found = step(model, ids, cu_seqlens=offsets)
-    plainly()
-    hold(found, step(model, ids, cu_seqlens=offsets))
-
-
 FLA_CACHES_ARE_LOST = transformers.__version__ >= "5.24"
 
 
