@@ -516,7 +516,8 @@ class SGLang(KimiLinear):
             chunks = index(every + [-1] * (rows - len(every)))
         returns = marks is not None and not self.in_graph
         found = self.call.extend(
-            *(None, *batch.qkv.values(), batch.g, batch.beta, pool, slots, offsets),
+            *(None, *batch.qkv.values(), batch.g, batch.beta),
+            **{"ssm_states": pool, "cache_indices": slots, "query_start_loc": offsets},
             **{**self.gate, "beta_is_raw": True, "is_spec_decode": False, "return_intermediate_states": returns},
             **{"track_state": snapshot, "track_chunk_idx": chunks},
         )
