@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from flashdelta.integrations import _vllm
-from flashdelta.integrations.seams import Replacement, Seam, Source
+from flashdelta.integrations.seams import Replacement, Source
 
 from ..support.cases import BF16, FP32
 from ..support.engine_kernels import wheel
@@ -57,7 +57,7 @@ class Served:
         self.model = Model(H, D, dtype=FP32, device="cpu")
         self.pool = self.model.pool(16)
         source = Source(zipfile.Path(wheel(Path(str(FOLDER)), "vllm", _vllm.ENGINE.read[-1])))
-        node = source.definition(self.module, f"{cls}._forward")
+        (node,) = source.definitions(self.module, f"{cls}._forward")
         node.decorator_list = []
         shapes = ((1, 200, H, D), *[(4, H, D, D)] * 3)
         manager = SimpleNamespace(get_simultaneous=lambda *specs: [torch.full(x, torch.nan) for x in shapes])
@@ -70,8 +70,7 @@ class Served:
         exec(compile(ast.Module([node], []), self.module, "exec"), contents)
         self.forward: Callable[..., None] = contents["_forward"]
         self.layer = self.attributes()
-        seam = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.path == f"{self.module}.{cls}._forward")
-        self.replaced = Replacement(seam.adapter, seam, self.forward)
+        self.replaced = Replacement(_vllm.ling_forward if name == "Ling-3" else _vllm.forward, self.forward)
 
     def fuse(self, step: K3Step, dim_first: bool) -> Tensor:
         """Gives a layer of Kimi-K3's the backends and weights of a fused step. Returns the pool of its windows."""
@@ -256,12 +255,8 @@ def test_drafts_beside_prefills(served: Served):
     mine, others = order[:100].sort().values, order[100:].sort().values
     rows = torch.empty(105, first.rows.shape[1])
     rows[mine], rows[others] = first.rows, second.rows
-    both_of = {
-        "non_spec_token_indx": mine,
-        "spec_token_indx": others,
-        "num_spec_decode_tokens": 5,
-        "num_decode_tokens": 0,
-    }
+    counts = {"num_spec_decode_tokens": 5, "num_decode_tokens": 0}
+    both_of = {"non_spec_token_indx": mine, "spec_token_indx": others} | counts
     o = served.run(Batch(served.model, rows, [105]), **named, **metadata, **both_of)
     with torch.inference_mode():
         slots, flags = named["non_spec_state_indices_tensor"], named["has_initial_state"]
@@ -335,7 +330,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, capability: int) -> dict[str, Calla
         "has_flashinfer_fused_kda_decode": lambda: True,
         "has_flashinfer_packed_fused_kda_decode": lambda: True,
     }
-    nodes = [source.definition(_vllm.KIMI_K3, name) for name in (*names, *chosen)]
+    nodes = [next(source.definitions(_vllm.KIMI_K3, name)) for name in (*names, *chosen)]
     exec(compile(ast.Module(nodes, []), _vllm.KIMI_K3, "exec"), contents)
     monkeypatch.setattr(_vllm, "accelerator", lambda: torch.device("cpu"))
     found = adapted(_vllm.SEAMS, (_vllm.KIMI_K3,), {name: contents[name] for name in chosen})
@@ -370,37 +365,3 @@ def test_where_steps_are_fused(capability: int, changes: dict, chosen: str, monk
     assert choose(**LAYER | changes) == ("flashdelta" if chosen == "native" else chosen)
     if chosen == "native":
         assert choose(**LAYER | changes | {"backend": "native"}) == "native"
-
-
-@pytest.mark.parametrize(
-    ("capability", "changes", "chosen"),
-    [
-        (90, {"num_spec": 3}, "flashinfer"),
-        (90, {"num_spec": 16}, "flashinfer"),
-        (90, {"num_spec": 17}, "native"),
-        (90, {}, "native"),
-        (90, {"num_spec": 3, "backend": "native"}, "native"),
-        (90, {"num_spec": 3, "use_recoverssm": True}, "native"),
-        (90, {"num_spec": 3, "lower_bound": None}, "native"),
-    ],
-)
-def test_where_verification_is_fused(capability: int, changes: dict, chosen: str, monkeypatch: pytest.MonkeyPatch):
-    """It bears FlashInfer's name, whose kernel is for other GPUs."""
-    given = LAYER | {"lower_bound": -5.0, "use_recoverssm": False} | changes
-    assert choices(monkeypatch, capability)["resolve_kda_spec_decode_backend"](**given) == chosen
-
-
-def test_layers_without_ours_stay(monkeypatch: pytest.MonkeyPatch):
-    """Their calls reach vLLM's functions with all of their arguments."""
-    monkeypatch.setattr(_vllm, "_fused", set())
-    monkeypatch.setattr(_vllm, "runs", lambda *x: False)
-    step = K3Step(Model(H, D, dtype=FP32, device="cpu"), DRAFTS)
-    assert step.backends() == ("triton", "native")
-    seen: list[dict] = []
-    theirs = dict.fromkeys(("fused_kda_decode", "flashinfer_packed_fused_kda_decode"), lambda **call: seen.append(call))
-    step.call = SimpleNamespace(**adapted(_vllm.SEAMS, (_vllm.KIMI_K3, _vllm.OPS), theirs))
-    batch = Batch(step.model, step.model.tokens(2), [1, 1])
-    given = batch, step.output_gate(2), step.model.pool(3), step.windows(3)
-    step.fused(*given, step.model.index([1, 2]))
-    step.fused(*given, step.model.index([1, 2]).view(2, 1), step.model.index([1, 1]))
-    assert [len(x) for x in seen] == [15, 16] and all(x["x"] is batch.mixed for x in seen)

@@ -74,7 +74,7 @@ for by_channel in (False, True):
 
 
 def test_steps_beside_theirs(tmp_path: Path):
-    path = os.pathsep.join(x for x in sys.path if x)
+    path = os.pathsep.join((str(Path(__file__).parents[2]), *(x for x in sys.path if x)))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", CODE, str(Path(str(FOLDER)).resolve()), str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, env=environment)

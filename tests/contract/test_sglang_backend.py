@@ -33,7 +33,7 @@ H, D = 2, 32
 def own(module: str, name: str) -> Callable[..., Any]:
     """A method of SGLang's, with what it finds in its module stood in for."""
     source = Source(zipfile.Path(wheel(Path(str(FOLDER)), "sglang", _sglang.ENGINE.read[-1])))
-    node = source.definition(module, name)
+    (node,) = source.definitions(module, name)
     contents = {
         "torch": torch,
         "is_gfx95_supported": lambda: False,

@@ -25,7 +25,7 @@ from ..support.shared import folder_of_run
 from .c_library import GIVEN, c_decode, c_prefill, can_build, library_for_this_gpu
 from .calls import assert_same_bits, captured
 from .test_hazards import assert_memcheck_finds_nothing
-from .test_prefill import LONG, check_every_length, tokens_of
+from .test_prefill import check_every_length, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -67,14 +67,6 @@ def test_f32(library: Library, case: Case, size: tuple[int, int, int], precision
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
 def test_every_length(library: Library, size: tuple[int, int, int]):
     check_every_length(size, lambda call: tuple(c_prefill(library, call).values()))
-
-
-@pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("case", LONG[:2], ids=case_id)
-def test_100_000_tokens(library: Library, case: Case):
-    case = sized(case, SIZES[-1])
-    call = prefill_call(case, "cuda")
-    hold(case, tuple(c_prefill(library, call).values()), truth(call))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=size_id)

@@ -52,11 +52,6 @@ def test_rounds_of_whole_steps(drafts: int, by_channel: bool):
     assert serve_steps(K3Step(Model(4, 128), drafts, by_channel), TOLERANCE_FOR_FEW, 1000) > 250
 
 
-@pytest.mark.parametrize("name", ("Kimi-Linear", "SGLang"))
-def test_rounds_with_the_gate_without_a_bound(name: str):
-    assert serve(LAYERS[name], Model(4, 128, lower_bound=None), 3, TOLERANCE_FOR_FEW, 100).finished > 25
-
-
 @pytest.mark.parametrize("name", ("Kimi-K3", "SGLang"))
 @pytest.mark.parametrize("heads", (12, 32))
 def test_rounds_with_states_in_bfloat16(name: str, heads: int):

@@ -46,6 +46,9 @@ def wheel(folder: Path, name: str, version: str) -> Path:
     return next(folder.glob(pattern))
 
 
+GLM_KERNELS = "vllm.models.glm5next.nvidia.ops.third_party.kda"
+SHARED_KERNELS = "vllm.third_party.flash_linear_attention.ops.kda"
+
 FOLDERS = {
     "vllm": (
         "vllm/models/kimi_k3/nvidia/ops/third_party/kda",
@@ -164,7 +167,7 @@ def load(folder: Path) -> dict[str, dict[str, Callable[..., Any]]]:
     with standing_in(folder):
         gather = import_module(f"{_vllm.MAMBA}.ops.gather_initial_states").gather_initial_states
         convolution = import_module(f"{_vllm.MAMBA}.ops.causal_conv1d").causal_conv1d_update
-        kimi, glm, shared = (import_module(x) for x in (_vllm.KIMI_KERNELS, _vllm.GLM_KERNELS, _vllm.SHARED_KERNELS))
+        kimi, glm, shared = (import_module(x) for x in (_vllm.KIMI_KERNELS, GLM_KERNELS, SHARED_KERNELS))
         chunks, steps, gated = (
             import_module(f"sglang.kernels.ops.attention.{x}")
             for x in ("fla.kda", "fla.fused_recurrent", "linear.fused_sigmoid_gating_recurrent")

@@ -5,7 +5,9 @@ A layer here takes its functions by name, so that it runs the engine's own, or t
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -106,21 +108,83 @@ class Marks:
     slots: Sequence[int]
 
 
+STATES = "scale=None initial_state=None output_final_state=False"
+GLM_STEP = """q k v g beta=None scale=None initial_state=None inplace_final_state=True use_qk_l2norm_in_kernel=True
+    cu_seqlens=None ssm_state_indices=None"""
+K3_SIZES = "backend num_heads head_dim conv_width num_spec input_dtype conv_state_dtype recurrent_state_dtype"
+
+SIGNATURES = {
+    _vllm.gather_initial_states: "state indices has_initial_state",
+    _vllm.scatter_states: "state src indices",
+    _vllm.workspace_manager: "",
+    _vllm.kimi_decode: """mixed_qkv raw_g raw_beta A_log dt_bias lower_bound initial_state state_indices scale=None
+        out=None""",
+    _vllm.kimi_verify: """q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens ssm_state_indices
+        num_accepted_tokens=None out=None fuse_gate=None""",
+    _vllm.kimi_prefill: f"""q k v raw_g raw_beta A_log g_bias {STATES} lower_bound=None use_qk_l2norm_in_kernel=False
+        cu_seqlens=None out=None""",
+    _vllm.k3_prefill: """q k v g beta A_log dt_bias lower_bound initial_state cu_seqlens out final_state workspace
+        checkpoint_state=None checkpoint_offsets=None""",
+    _vllm.k3_others: """q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens out seq_order=None
+        prefill_workspace=None""",
+    _vllm.k3_decode_backend: K3_SIZES,
+    _vllm.k3_verify_backend: f"{K3_SIZES} lower_bound use_recoverssm",
+    _vllm.k3_fused_decode: """x weight bias conv_state raw_g raw_beta A_log dt_bias state_indices state out=None
+        lower_bound=None output_gate=None norm_weight=None norm_eps=1e-05""",
+    _vllm.glm_step: f"""{GLM_STEP} num_accepted_tokens=None out=None sigmoid_beta=False a_log=None g_bias=None
+        compute_gate=False lower_bound=-5.0""",
+    _vllm.glm_prefill: f"""q k v raw_g beta A_log g_bias {STATES} use_qk_l2norm_in_kernel=False cu_seqlens=None
+        safe_gate=False lower_bound=-5.0""",
+    _vllm.glm_flash_prefill: """self q k v g beta initial_state cu_seqlens out checkpoint=None raw_qkv=None
+        conv_state=None recurrent_state=None""",
+    _vllm.ling_prefill: f"q k v g beta {STATES} use_qk_l2norm_in_kernel=False cu_seqlens=None",
+    _vllm.ling_decode: GLM_STEP,
+    _vllm.ling_verify: """q k v g beta scale initial_state inplace_final_state=True cu_seqlens=None ssm_state_indices=None
+        num_accepted_tokens=None use_qk_l2norm_in_kernel=False""",
+    _vllm.ling_forward: "self q_proj_states k_proj_states v_proj_states g1 beta core_attn_out",
+    _sglang.packed_decode: """self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim
+        lower_bound=None""",
+    _sglang.target_verify: """self A_log dt_bias q k v a b ssm_states cache_indices query_start_loc
+        intermediate_states_buffer intermediate_state_indices cache_steps retrieve_parent_token lower_bound=None
+        cache_ring=False replayssm_rawv=None replayssm_rawk=None replayssm_g=None replayssm_beta=None""",
+    _sglang.extend: """self q k v g beta ssm_states cache_indices query_start_loc A_log=None dt_bias=None lower_bound=None
+        beta_is_raw=False return_intermediate_states=False""",
+}
+"""Parameters of the engines' functions by our adapters, as `tests/contract` sees them in the wheels."""
+
+
+def signed(function: Callable[..., Any], text: str) -> Callable[..., Any]:
+    """The function, which says that it has these parameters."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    kind, parts = inspect.Parameter.POSITIONAL_OR_KEYWORD, [x.partition("=") for x in text.split()]
+    defaults = [ast.literal_eval(value) if given else inspect.Parameter.empty for _, given, value in parts]
+    parameters = [inspect.Parameter(x[0], kind, default=y) for x, y in zip(parts, defaults)]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
 def own(**named: Any) -> Any:
     raise AssertionError("the call stayed the engine's")
 
 
+def replacement(seam: Seam, theirs: Callable[..., Any]) -> Replacement:
+    return Replacement(seam.adapter, signed(theirs, SIGNATURES.get(seam.adapter, "")), seam.keywords)
+
+
 def adapted(seams: Sequence[AnySeam], modules: Sequence[str], theirs: Functions | None = None) -> Functions:
     """The functions of an integration in place of the engine's, by name."""
-    found = {}
-    for seam in seams:
-        if isinstance(seam, Seam) and seam.module in modules and seam.adapter is not None:
-            name = seam.name.split(".")[-1]
-            found[name] = Replacement(seam.adapter, seam, (theirs or {}).get(name, own))
-    return found
+    ours = [x for x in seams if isinstance(x, Seam) and x.module in modules and x.adapter is not None]
+    names = {x.name.split(".")[-1]: x for x in ours}
+    return {name: replacement(seam, (theirs or {}).get(name, own)) for name, seam in names.items()}
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
+
+
+PREFILL = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
 
 
 class KimiLinear:
@@ -144,47 +208,26 @@ class KimiLinear:
     def gate(self) -> dict[str, Any]:
         return {"A_log": self.model.A_log, "dt_bias": self.model.dt_bias, "lower_bound": self.model.lower_bound}
 
-    @property
-    def prefill_gate(self) -> dict[str, Any]:
-        return {"A_log": self.model.A_log, "g_bias": self.model.dt_bias, "lower_bound": self.model.lower_bound}
-
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
         o, last = self.call.chunk_kda_with_fused_gate(
-            **batch.qkv,
-            raw_g=batch.g,
-            raw_beta=batch.beta,
-            **self.prefill_gate,
+            *(*batch.qkv.values(), batch.g, batch.beta, self.model.A_log, self.model.dt_bias),
             initial_state=self.call.gather_initial_states(pool, slots, flags),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
+            lower_bound=self.model.lower_bound,
+            **PREFILL,
             cu_seqlens=batch.offsets,
         )
         pool[slots] = last
         return o
 
     def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
-        return self.call.fused_recurrent_kda_packed_decode(
-            mixed_qkv=batch.mixed,
-            raw_g=batch.g,
-            raw_beta=batch.beta,
-            **self.gate,
-            initial_state=pool,
-            state_indices=slots,
-        )[0]
+        given = {"mixed_qkv": batch.mixed, "raw_g": batch.g, "raw_beta": batch.beta, **self.gate}
+        return self.call.fused_recurrent_kda_packed_decode(**given, initial_state=pool, state_indices=slots)[0]
 
     def verify(self, batch: Batch, pool: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
         """`slots [N, 1 + S]`, from that of the last accepted token. The table and the counts may have more rows."""
-        return self.call.fused_recurrent_kda(
-            **batch.qkv,
-            raw_g=batch.g,
-            raw_beta=batch.beta,
-            **self.gate,
-            initial_state=pool,
-            cu_seqlens=batch.offsets,
-            ssm_state_indices=slots,
-            num_accepted_tokens=accepted,
-            out=self.room(batch.v),
-        )[0]
+        given = {**batch.qkv, "raw_g": batch.g, "raw_beta": batch.beta, **self.gate, "initial_state": pool}
+        at = {"cu_seqlens": batch.offsets, "ssm_state_indices": slots, "num_accepted_tokens": accepted}
+        return self.call.fused_recurrent_kda(**given, **at, out=self.room(batch.v))[0]
 
 
 class KimiK3(KimiLinear):
@@ -205,17 +248,8 @@ class KimiK3(KimiLinear):
         shapes = (batch.v.shape, *[(len(slots) + 2, *pool.shape[1:])] * 2, (1,))
         _, final, saved, workspace = self.call.current_workspace_manager().get_simultaneous(*shapes)
         final, saved = final[: states.shape[0]], saved[: states.shape[0]]
-        given = dict(
-            **batch.qkv,
-            g=batch.g,
-            beta=batch.beta,
-            **self.gate,
-            initial_state=states,
-            cu_seqlens=batch.offsets,
-            out=self.room(batch.v),
-            final_state=final,
-            workspace=workspace,
-        )
+        given = {**batch.qkv, "g": batch.g, "beta": batch.beta, **self.gate, "initial_state": states}
+        given |= {"cu_seqlens": batch.offsets, "out": self.room(batch.v), "final_state": final, "workspace": workspace}
         if marks is None:
             o, last = self.call._flashkda_prefill(**given)
         else:
@@ -243,43 +277,30 @@ class Glm(KimiLinear):
             exported = []
         exporter = SimpleNamespace(export=lambda *x, **named: exported.append(named))
         layer = {"A_log": self.model.A_log.view(1, 1, -1, 1), "dt_bias": self.model.dt_bias}
+        initial = self.call.gather_initial_states(pool, slots, flags)
         o, last = self.call._flashkda_prefill(
             SimpleNamespace(**layer, kda_lower_bound=self.model.lower_bound, _checkpoint_exporter=exporter),
-            **dict(
-                **batch.qkv,
-                g=batch.g,
-                beta=batch.beta,
-                initial_state=self.call.gather_initial_states(pool, slots, flags),
-                cu_seqlens=batch.offsets,
-                out=self.room(batch.v),
-                checkpoint=checkpoint,
-                raw_qkv=batch.mixed,
-                conv_state=pool,
-                recurrent_state=pool,
-            ),
+            *(*batch.qkv.values(), batch.g, batch.beta, initial, batch.offsets, self.room(batch.v)),
+            **{"checkpoint": checkpoint, "raw_qkv": batch.mixed, "conv_state": pool, "recurrent_state": pool},
         )
         assert exported is None or [*exported[0]] == ["raw_qkv", "conv_state", "cu_seqlens"]
         self.call.scatter_states(pool, last, slots)
         return o
 
     def step(self, batch: Batch, pool: Tensor, slots: Tensor, accepted: Tensor | None) -> Tensor:
+        gate = {"a_log": self.model.A_log.view(1, 1, -1, 1), "g_bias": self.model.dt_bias, "compute_gate": True}
+        at = {"cu_seqlens": batch.offsets, "ssm_state_indices": slots, "num_accepted_tokens": accepted}
+        given = {
+            **batch.qkv,
+            "g": batch.g,
+            "beta": batch.beta,
+            "initial_state": pool,
+            "sigmoid_beta": True,
+            **at,
+            **gate,
+        }
         return self.call.fused_recurrent_kda(
-            **dict(
-                **batch.qkv,
-                g=batch.g,
-                beta=batch.beta,
-                initial_state=pool,
-                use_qk_l2norm_in_kernel=True,
-                cu_seqlens=batch.offsets,
-                ssm_state_indices=slots,
-                num_accepted_tokens=accepted,
-                out=self.room(batch.v),
-                sigmoid_beta=True,
-                a_log=self.model.A_log.view(1, 1, -1, 1),
-                g_bias=self.model.dt_bias,
-                compute_gate=True,
-                lower_bound=self.model.lower_bound,
-            )
+            **given, lower_bound=self.model.lower_bound, use_qk_l2norm_in_kernel=True, out=self.room(batch.v)
         )[0]
 
     def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
@@ -294,20 +315,11 @@ class GlmTriton(Glm):
     aligned = 0
 
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
+        beta, A_log = batch.beta.float().sigmoid(), self.model.A_log.view(1, 1, -1, 1)
         o, last = self.call.chunk_kda_with_fused_gate(
-            **dict(
-                **batch.qkv,
-                raw_g=batch.g,
-                beta=batch.beta.float().sigmoid(),
-                A_log=self.model.A_log.view(1, 1, -1, 1),
-                g_bias=self.model.dt_bias,
-                initial_state=self.call.gather_initial_states(pool, slots, flags),
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                cu_seqlens=batch.offsets,
-                safe_gate=True,
-                lower_bound=self.model.lower_bound,
-            )
+            *(*batch.qkv.values(), batch.g, beta, A_log, self.model.dt_bias),
+            initial_state=self.call.gather_initial_states(pool, slots, flags),
+            **{**PREFILL, "safe_gate": True, "lower_bound": self.model.lower_bound, "cu_seqlens": batch.offsets},
         )
         self.call.scatter_states(pool, last, slots)
         return o
@@ -331,58 +343,36 @@ class Ling(KimiLinear):
             found.append(run(states[..., : self.model.D]))
 
         layer = SimpleNamespace(kv_cache=(pool, pool))
-        forward = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.path.endswith(_vllm.FORWARD[_vllm.LING]))
-        ours = "_forward" in vars(self.call)
-        arguments = dict.fromkeys(forward.names) | {"self": layer}
-        (Replacement(forward.adapter, forward, theirs) if ours and forward.adapter else theirs)(**arguments)
+        ours = vars(self.call).get("_forward")
+        if ours is None:
+            theirs(self=layer)
+        else:
+            Replacement(ours.adapter, signed(theirs, SIGNATURES[_vllm.ling_forward]))(layer, *[None] * 6)
         return found[0]
 
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
         def run(states: Any) -> Tensor:
             states[slots[~flags]] = 0
-            o, states[slots] = self.call.chunk_kda(
-                **batch.qkv,
-                **self.activated(batch),
-                initial_state=states[slots].contiguous(),
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                safe_gate=True,
-                lower_bound=self.model.lower_bound,
-                cu_seqlens=batch.offsets,
-            )
+            given = batch.qkv | self.activated(batch) | {"initial_state": states[slots].contiguous()} | self.safe(batch)
+            o, states[slots] = self.call.chunk_kda(**given, output_final_state=True)
             return o
 
         return self.forward(run, pool)
 
-    def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
-        def run(states: Any) -> Tensor:
-            return self.call.fused_recurrent_kda(
-                **batch.qkv,
-                **self.activated(batch),
-                initial_state=states,
-                use_qk_l2norm_in_kernel=True,
-                safe_gate=True,
-                lower_bound=self.model.lower_bound,
-                cu_seqlens=batch.offsets,
-                ssm_state_indices=slots,
-            )[0]
+    def safe(self, batch: Batch) -> dict[str, Any]:
+        promise = {"safe_gate": True, "lower_bound": self.model.lower_bound}
+        return promise | {"cu_seqlens": batch.offsets, "use_qk_l2norm_in_kernel": True}
 
-        return self.forward(run, pool)
+    def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
+        given = batch.qkv | self.activated(batch) | self.safe(batch) | {"ssm_state_indices": slots}
+        return self.forward(lambda states: self.call.fused_recurrent_kda(**given, initial_state=states)[0], pool)
 
     def verify(self, batch: Batch, pool: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
-        def run(states: Any) -> Tensor:
-            return self.call.fused_recurrent_kda_fwd(
-                **{name: x.contiguous() for name, x in (batch.qkv | self.activated(batch)).items()},
-                scale=self.model.D**-0.5,
-                initial_state=states,
-                inplace_final_state=True,
-                cu_seqlens=batch.offsets,
-                ssm_state_indices=slots,
-                num_accepted_tokens=accepted,
-                use_qk_l2norm_in_kernel=True,
-            )[0]
-
-        return self.forward(run, pool)
+        given = {name: x.contiguous() for name, x in (batch.qkv | self.activated(batch)).items()}
+        given |= {"cu_seqlens": batch.offsets, "ssm_state_indices": slots, "num_accepted_tokens": accepted}
+        options = {"scale": self.model.D**-0.5, "inplace_final_state": True, "use_qk_l2norm_in_kernel": True}
+        step = functools.partial(self.call.fused_recurrent_kda_fwd, **given, **options)
+        return self.forward(lambda states: step(initial_state=states)[0], pool)
 
 
 # ---- a whole step of vLLM's Kimi-K3 --------------------------------------------------------------------------------------
@@ -426,20 +416,9 @@ class K3Step:
     ) -> Tensor:
         """`[1, T, H, D]`. With counts of `accepted` tokens it is a round with drafts, whose `slots` are `[N, 1 + drafts]`."""
         model, out = self.model, torch.empty_like(batch.v)
-        given: dict[str, Any] = {
-            "x": batch.mixed,
-            "weight": self.parts,
-            "conv_state": windows,
-            "raw_beta": batch.beta,
-            "A_log": model.A_log,
-            "dt_bias": model.dt_bias,
-            "state_indices": slots,
-            "state": pool,
-            "lower_bound": model.lower_bound,
-            "output_gate": z,
-            "norm_weight": self.wide_norm,
-            "norm_eps": EPS,
-        }
+        given: dict[str, Any] = {"x": batch.mixed, "weight": self.parts, "conv_state": windows, "raw_beta": batch.beta}
+        given |= {"A_log": model.A_log, "dt_bias": model.dt_bias, "state_indices": slots, "state": pool}
+        given |= {"output_gate": z, "norm_weight": self.wide_norm, "norm_eps": EPS, "lower_bound": model.lower_bound}
         if accepted is None:
             return self.call.fused_kda_decode(**given, raw_g=batch.g, bias=None, out=out)
         counts = {"query_start_loc": batch.offsets, "num_accepted_tokens": accepted}
@@ -535,69 +514,32 @@ class SGLang(KimiLinear):
             snapshot = pool.new_full((rows, *pool.shape[1:]), torch.nan, dtype=FP32)
             every = [x // 64 if x else -1 for x in marks.offsets]
             chunks = index(every + [-1] * (rows - len(every)))
+        returns = marks is not None and not self.in_graph
         found = self.call.extend(
-            None,
-            batch.q,
-            batch.k,
-            batch.v,
-            batch.g,
-            batch.beta,
-            **dict(
-                ssm_states=pool,
-                cache_indices=slots,
-                query_start_loc=offsets,
-                **self.gate,
-                beta_is_raw=True,
-                is_spec_decode=False,
-                return_intermediate_states=marks is not None and not self.in_graph,
-                track_state=snapshot,
-                track_chunk_idx=chunks,
-            ),
+            *(None, *batch.qkv.values(), batch.g, batch.beta),
+            **{"ssm_states": pool, "cache_indices": slots, "query_start_loc": offsets},
+            **{**self.gate, "beta_is_raw": True, "is_spec_decode": False, "return_intermediate_states": returns},
+            **{"track_state": snapshot, "track_chunk_idx": chunks},
         )
-        o = found[0] if marks is not None and not self.in_graph else found
+        o = found[0] if returns else found
         for row, offset in enumerate(marks.offsets if marks is not None else ()):
             if offset > 0:
                 pool[marks.slots[row]] = snapshot[row].to(pool.dtype)
         return o[:, :tokens]
 
     def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
-        return self.call.packed_decode(
-            None,
-            batch.mixed,
-            batch.g.flatten(2),
-            batch.beta,
-            **dict(
-                A_log=self.model.A_log,
-                dt_bias=self.model.dt_bias,
-                lower_bound=self.model.lower_bound,
-                scale=self.model.D**-0.5,
-                ssm_states=pool,
-                cache_indices=slots,
-                num_v_heads=self.model.H,
-                head_v_dim=self.model.D,
-                replayssm_d=None,
-                replayssm_write_pos=None,
-            ),
-        )
+        sizes = {"num_v_heads": self.model.H, "head_v_dim": self.model.D, "scale": self.model.D**-0.5}
+        given = {**self.gate, **sizes, "ssm_states": pool, "cache_indices": slots}
+        tokens = batch.mixed, batch.g.flatten(2), batch.beta
+        return self.call.packed_decode(None, *tokens, **given, replayssm_d=None, replayssm_write_pos=None)
 
     def verify_read_only(self, batch: Batch, pool: Tensor, slots: Tensor, buffer: Tensor, tokens: int) -> Tensor:
         """To rows of `buffer [rows, most, H, V, K]`, of which it is the engine to take the accepted states."""
-        return self.call.target_verify(
-            None,
-            **dict(
-                **self.gate,
-                **batch.qkv,
-                a=batch.g.flatten(2),
-                b=batch.beta,
-                ssm_states=pool,
-                cache_indices=slots,
-                query_start_loc=batch.offsets,
-                intermediate_states_buffer=buffer,
-                intermediate_state_indices=torch.arange(len(buffer), dtype=torch.int32, device=pool.device),
-                cache_steps=tokens,
-                retrieve_parent_token=None,
-            ),
-        )
+        rows = torch.arange(len(buffer), dtype=torch.int32, device=pool.device)
+        given = {**self.gate, **batch.qkv, "a": batch.g.flatten(2), "b": batch.beta, "ssm_states": pool}
+        given |= {"cache_indices": slots, "query_start_loc": batch.offsets, "intermediate_states_buffer": buffer}
+        given |= {"intermediate_state_indices": rows, "cache_steps": tokens, "retrieve_parent_token": None}
+        return self.call.target_verify(None, **given)
 
 
 class SGLangGraph(SGLang):

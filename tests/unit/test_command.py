@@ -47,14 +47,6 @@ def test_what_needs_no_triton_runs_without():
     assert done.returncode == 0, done.stderr
 
 
-def test_no_color_wins_over_force_color():
-    line = ("doctor", "--device", "nowhere")
-    forced = command(*line, FORCE_COLOR="1", PY_COLORS="1", NO_COLOR="")
-    plain = command(*line, FORCE_COLOR="1", PY_COLORS="1", NO_COLOR="1")
-    assert "\x1b" in forced.stderr and "\x1b" not in plain.stderr
-    assert "got 'nowhere'" in plain.stderr
-
-
 IN_AN_IMPORT = """
 import signal, sys
 

@@ -71,12 +71,6 @@ def test_result_is_complete():
     assert result.steps == max(result.left) and all(a <= b for a, b in zip(result.joined, result.left))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_a_request_alone_has_all_its_characters(tokens: int):
-    result = run_batch(requests=1, tokens=tokens, backend="reference", device="cpu")
-    assert result.checked and [*map(len, result.continuations)] == [tokens]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"requests": 0}, {"slots": 0}, {"tokens": 0}, {"temperature": -1.0}, {"prompt": ""}, {"device": "nowhere"}],

@@ -8,7 +8,6 @@ import gc
 import importlib
 import re
 import sys
-import textwrap
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations import engine as engine_module
 from flashdelta.integrations.engine import Engine, first_rows
 from flashdelta.integrations.patches import Patches
-from flashdelta.integrations.seams import Attribute, Fields, Replacement, Seam, Statement, Uses, Wrapper, differences
+from flashdelta.integrations.seams import Attribute, Replacement, Seam, main
 
 from ..support.cases import BF16, FP32
 from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang
@@ -38,11 +37,6 @@ every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 
 def small(**changes: Any) -> Model:
     return Model(**{"H": 2, "D": 32, "dtype": FP32, "device": "cpu"} | changes)
-
-
-def softplus(make: type[KimiLinear]) -> bool:
-    """Whether its models may have a gate without a bound."""
-    return make.modules[0] not in (_vllm.GLM, _vllm.LING)
 
 
 # ---- served ---------------------------------------------------------------------------------------------------------------
@@ -58,14 +52,13 @@ def test_serving(make: type[KimiLinear], drafts: int):
 
 
 @every_layer
-def test_states_and_tokens_in_bfloat16(make: type[KimiLinear]):
-    found = serve(make, small(dtype=BF16, state=BF16), 2, 0.05, ROUNDS // 2)
-    assert found.finished
-
-
-@pytest.mark.parametrize("make", [x for x in LAYERS.values() if softplus(x)])
-def test_the_gate_without_a_bound(make: type[KimiLinear]):
-    assert serve(make, small(lower_bound=None), 1, 10 * TOLERANCE[FP32], ROUNDS // 2).finished
+@pytest.mark.parametrize(
+    "other", ({"dtype": BF16, "state": BF16}, {"lower_bound": None}), ids=("bfloat16", "unbounded")
+)
+def test_serving_other_models(make: type[KimiLinear], other: dict):
+    if "lower_bound" in other and make.modules[0] in (_vllm.GLM, _vllm.LING):
+        pytest.skip("its gate has a bound")
+    assert serve(make, small(**other), 2, 0.05 if "dtype" in other else 10 * TOLERANCE[FP32], ROUNDS // 2).finished
 
 
 @every_layer
@@ -114,19 +107,9 @@ TRACKING = {"clamp", "mul"}
 """Of the numbers of tracked chunks."""
 
 
-NO_CALLS = (
-    _vllm.built,
-    _vllm.built_k3,
-    _vllm.built_glm,
-    _vllm.built_ling,
-    _sglang.built,
-    _vllm.k3_decode_backend,
-    _vllm.k3_verify_backend,
-    _vllm.k3_others,
-    _vllm.ling_forward,
-    _vllm.workspace_manager,
-    _vllm.forward,
-)
+NO_CALLS = (_vllm.built, _vllm.built_k3, _vllm.built_glm, _vllm.built_ling, _sglang.built, _vllm.forward)
+NO_CALLS += (_vllm.k3_decode_backend, _vllm.k3_verify_backend, _vllm.k3_others, _vllm.ling_forward)
+NO_CALLS += (_vllm.workspace_manager,)
 """Adapters of what is not called for a batch, or on other GPUs, or runs the layer's own code."""
 
 ADAPTERS = {
@@ -303,27 +286,22 @@ def exercise_one(layer: Any, model: Model) -> None:
     exercise(lambda model: layer, model, {})
 
 
-def test_other_arguments_are_the_engines():
-    seam = Seam("m", "f", lambda theirs, call: "ours", "a b", keywords="c")
-    call = Replacement(seam.adapter, seam, lambda *x, **named: "theirs")
-    assert call(1, 2) == call(1, b=2, c=3) == "ours"
-    assert call(1, 2, d=4) == call(1, 2, 3) == call(1, a=2) == "theirs"
+def told(a: Any, b: float = -5.0, *, c: Any = None, **others: Any) -> tuple:
+    return "theirs", a, b, c, others
 
 
-def test_what_a_call_leaves_out_has_the_defaults():
-    """Of the engine's function, as the seam has them."""
-    seam = Seam("m", "f", lambda theirs, call: call, "a b=-5.0 c=None d=True e='x'", keywords="f")
-    assert Replacement(seam.adapter, seam, print)(1, d=False) == {"a": 1, "b": -5.0, "c": None, "d": False, "e": "x"}
-
-
-def test_calls_that_stay_the_engines_get_tensors():
-    """For what stands for them, wherever it is in the call."""
+def test_a_replacement_has_the_arguments_of_the_engines_function():
+    """Those that a call leaves out have its defaults; a call with others stays the engine's, with tensors for what stands for
+    them."""
+    call = Replacement(lambda theirs, call: call, told, "d")
+    assert call(1, c=3) == {"a": 1, "b": -5.0, "c": 3} and call(1, 2, d=4) == {"a": 1, "b": 2, "c": None, "d": 4}
     states = torch.arange(4.0)
     slots = _vllm.Slots(states, torch.tensor([3, 1]), None, lambda: states[[3, 1]])
-    seam = Seam("m", "f", lambda theirs, call: "ours", "a b")
-    call = Replacement(seam.adapter, seam, lambda *x, **named: (*x, *named.values()))
-    found = call(1, slots, strange=_vllm.Pool(states), final=_vllm.Final(states))
-    assert found[0] == 1 and [x.tolist() for x in found[1:]] == [[3, 1], [0, 1, 2, 3], [0, 1, 2, 3]]
+    name, a, b, _, others = call(slots, _vllm.Pool(states), strange=_vllm.Final(states))
+    assert name == "theirs" and [x.tolist() for x in (a, b, others["strange"])] == [[3, 1], [0, 1, 2, 3], [0, 1, 2, 3]]
+    for wrong in ((1, 2, 3), (1, 2)):
+        with pytest.raises(TypeError):
+            call(*wrong, a=1)
 
 
 @pytest.mark.parametrize("make", (copy.copy, copy.deepcopy))
@@ -332,8 +310,7 @@ def test_a_replacement_is_copied(make: Any):
         return a
 
     theirs.note = "kept"
-    seam = Seam("m", "f", lambda theirs, call: theirs(**call) + 1, "a")
-    found = make(Replacement(seam.adapter, seam, theirs))
+    found = make(Replacement(lambda theirs, call: theirs(**call) + 1, theirs))
     assert isinstance(found, Replacement) and found(1) == 2 and found.note == "kept"
 
 
@@ -356,202 +333,160 @@ def test_rows_that_graphs_read_are_kept(monkeypatch: pytest.MonkeyPatch):
 # ---- on and off -----------------------------------------------------------------------------------------------------------
 
 
-def module_text(seams: list) -> str:
-    """A module with what the seams name, that does nothing but hold their statements."""
-    lines: list[str] = []
-    methods: dict[str, dict[str, tuple[str, list[str]]]] = {}
-    for seam in seams:
-        *owner, name = seam.name.split(".")
-        known = methods.setdefault(owner[0] if owner else "", {})
-        if isinstance(seam, Attribute):
-            continue
-        if isinstance(seam, Fields):
-            fields = methods.setdefault(seam.name, {})
-            fields["set_up"] = ("self", [f"self.{x} = None" for x in seam.text.split()])
-        elif isinstance(seam, Uses):
-            known.setdefault(name, ("self", []))[1].append(f"{seam.variable} = 0")
-        elif isinstance(seam, Statement):
-            text = seam.text + (")" if seam.text.endswith("(") else "")
-            known.setdefault(name, ("self", []))[1].append(f"x {text}" if text.startswith("=") else text)
-        elif isinstance(seam, Wrapper) and seam.source is None:
-            lines.append(f"{name} = print")
-        elif seam.source is not None:
-            lines.append(f"from {seam.source} import {name}")
-        else:
-            parameters = ", ".join([*seam.parameters.split(), *(["**others"] if seam.keywords else [])])
-            known[name] = (parameters, known.get(name, ("", []))[1])
-    return "\n".join([*lines, body_text(methods, ""), ""])
+KERNELS = '''
+def decode(x, scale=1.0, *, out=None):
+    """Decodes."""
+    a, b = pair = f"{x!r:>{scale}}", lambda y: (y[..., 1:], -y[(0, 1)] ** 2)
+    return x * scale
+'''
+LAYER = """
+from .kernels import decode
+class Layer:
+    size: int = 4
+    def forward(self, x):
+        return decode(x, 2.0)
+class Config:
+    def width(self):
+        return 3
+"""
 
 
-def body_text(methods: dict, outer: str) -> str:
-    """Of a class, or of the module."""
-    texts = [
-        f"def {name}({of}):\n    " + "\n    ".join([*body, "return None"])
-        for name, (of, body) in methods.get(outer, {}).items()
-    ]
-    for cls in [x for x in methods if x and x.rpartition(".")[0] == outer]:
-        texts.append(f"class {cls.split('.')[-1]}:\n" + textwrap.indent(body_text(methods, cls), "    "))
-    return "\n".join([*texts, "pass"])
+def seams() -> tuple:
+    def ours(theirs: Any, call: dict) -> Any:
+        return "ours", theirs(**call)
+
+    return (
+        Seam("tiny.kernels", "decode", "old e72a687e7e586f3b"),
+        Seam("tiny.layer", "decode", "old e72a687e7e586f3b", ours),
+        Seam("tiny.layer", "Layer.forward", "6f3a79c520bcb884", ours),
+        Attribute("tiny.layer", "Layer.fast", True),
+        Seam("tiny.layer", "Config", "08578f3abe0f2627"),
+    )
 
 
-def write_engine(root: Path, engine: Engine, version: str) -> None:
-    """An installed package of the engine's name, with all that is replaced."""
-    files: dict[str, list] = {}
-    for seam in engine.seams:
-        files.setdefault(seam.module, []).append(seam)
-        if isinstance(seam, Seam) and seam.source is not None:
-            source = replace(seam, module=seam.source, source=None)
-            if source not in files.setdefault(seam.source, []):
-                files[seam.source].append(source)
-    for module, seams in files.items():
-        path = root.joinpath(*module.split("."))
-        path.mkdir(parents=True, exist_ok=True)
-        for folder in (path, *path.parents):
-            if folder == root:
-                break
-            (folder / "__init__.py").touch()
-        (path / "__init__.py").write_text(module_text(seams))
-    info = root / f"{engine.name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine.name}\nVersion: {version}\n")
+def write(root: Path, version: str = "1.1", old: str = "", new: str = "") -> None:
+    """An installed engine, with a change."""
+    texts = {"__init__": "", "kernels": KERNELS, "layer": LAYER}
+    assert any(old in text for text in texts.values())
+    (root / "tiny").mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (root / "tiny" / f"{name}.py").write_text(text.replace(old, new) if old else text)
+    (root / f"tiny-{version}.dist-info").mkdir(exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n"
+    (root / f"tiny-{version}.dist-info" / "METADATA").write_text(metadata)
 
 
-@pytest.fixture(params=[_vllm.ENGINE, _sglang.ENGINE], ids=["vllm", "sglang"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
-    """Fresh, in a process where no engine is imported; what is written to `tmp_path` can be."""
-    found = replace(request.param, patches=Patches(), enabled=False, warned=False)
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
+    """In a process where it is not imported; what is written to `tmp_path` can be."""
+    found = Engine("tiny", environment="FLASHDELTA_TINY", read=("1.0", "1.1"), seams=seams(), replaces="all")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv(found.environment, raising=False)
     yield found
     found.disable()
-    for name in [x for x in sys.modules if x.split(".")[0] == found.name]:
+    for name in [x for x in sys.modules if x.split(".")[0] == "tiny"]:
         del sys.modules[name]
     importlib.invalidate_caches()
 
 
-def replaced(engine: Engine) -> list[bool]:
-    """Whether each seam is ours, in the modules as they are imported."""
-    found = []
-    for seam in engine.seams:
-        owner: Any = importlib.import_module(seam.module)
-        *classes, name = seam.name.split(".")
-        for each in classes:
-            owner = getattr(owner, each)
-        if isinstance(seam, Attribute):
-            found.append(vars(owner).get(name) is seam.value)
-        elif isinstance(seam, Seam) and seam.adapter is not None:
-            found.append(isinstance(vars(owner)[name], Replacement))
-    return found
+def is_replaced() -> set[bool]:
+    layer = importlib.import_module("tiny.layer")
+    answers = layer.decode(1), layer.Layer().forward(1)
+    return {*(isinstance(x, tuple) and x[0] == "ours" for x in answers), hasattr(layer.Layer, "fast")}
 
 
 @pytest.mark.parametrize("early", (False, True))
-@pytest.mark.parametrize("version", ("known", "9.9.9"))
+@pytest.mark.parametrize("version", ("1.1", "1.1+cu129"))
 def test_modules_are_replaced_as_they_are_imported(engine: Engine, tmp_path: Path, early: bool, version: str):
-    """And those that were before; of another version, too, if it has the same functions."""
-    write_engine(tmp_path, engine, engine.read[0] if version == "known" else version)
+    """And those that were before."""
+    before = [*sys.meta_path]
+    write(tmp_path, version)
     assert engine.status().state == "possible" and engine.environment in engine.status().reason
     if early:
-        assert not any(replaced(engine))
+        assert is_replaced() == {False}
     engine.enable()
     engine.enable()
-    assert engine.status().state == "active" and (engine.name in sys.modules) is early
-    assert all(replaced(engine))
+    assert engine.status().state == "active" and ("tiny" in sys.modules) is early
+    assert is_replaced() == {True}
     engine.disable()
-    assert not any(replaced(engine)) and engine.status().state == "possible"
+    assert is_replaced() == {False} and engine.status().state == "possible" and sys.meta_path == before
 
 
 def test_modules_that_are_not_imported_are_forgotten(engine: Engine, tmp_path: Path):
     before = [*sys.meta_path]
-    write_engine(tmp_path, engine, engine.read[0])
+    write(tmp_path)
     engine.enable()
     assert len(sys.meta_path) > len(before)
     engine.disable()
-    assert sys.meta_path == before and not any(replaced(engine))
+    assert sys.meta_path == before and is_replaced() == {False}
 
 
-@pytest.mark.parametrize("word", ("0", "False", "off", "NO"))
-def test_the_environment_turns_it_off(engine: Engine, tmp_path: Path, word: str, monkeypatch: pytest.MonkeyPatch):
-    write_engine(tmp_path, engine, engine.read[0])
-    monkeypatch.setenv(engine.environment, word)
+@pytest.mark.parametrize("word", ("0", "False", "off", "NO", "AMD"))
+def test_what_turns_it_off(engine: Engine, tmp_path: Path, word: str, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if word == "AMD" else None)
+    if word != "AMD":
+        monkeypatch.setenv(engine.environment, word)
     engine.enable()
-    assert not engine.enabled and not any(replaced(engine))
-    assert (engine.status().state, engine.status().reason) == ("off", f"{engine.environment}={word}")
-
-
-def test_nothing_is_replaced_on_amd(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_engine(tmp_path, engine, engine.read[0])
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    engine.enable()
-    assert not engine.enabled and engine.status().state == "off"
-    assert engine.status().reason == backends.other_vendor() and "NVIDIA" in engine.status().reason
+    assert not engine.enabled and is_replaced() == {False} and engine.status().state == "off"
+    assert engine.status().reason == (backends.other_vendor() or f"{engine.environment}={word}")
 
 
 CHANGES = {
-    "another parameter": ("scale=None", "scale=None, causal=None", "has parameters"),
-    "a parameter less": (", lower_bound=None", "", "has parameters"),
-    "another name": ("def ", "def other_", "no |lacks "),
-    "another use of a result": ("] = last_", "] += last_", "lacks recurrent_state"),
-    "more results": ("core_attn_out, h = ", "core_attn_out, h, more = ", "lacks core_attn_out"),
-    "another default": ("scale=None", "scale=1.0", "has parameters .*scale=1.0"),
-    "a flag that is on": ("use_qk_l2norm_in_kernel=False", "use_qk_l2norm_in_kernel=True", "has parameters"),
-    "another bound": ("lower_bound=-5.0", "lower_bound=-4.0", "has parameters .*lower_bound=-4.0"),
-    "writes elsewhere": ("inplace_final_state=True", "inplace_final_state=False", "has parameters"),
-    "another beta": ("beta_is_raw=False", "beta_is_raw=True", "has parameters"),
-    "by place alone": (", lower_bound=None", ", lower_bound=None, /", "has parameters"),
-    "no such attribute": ("self.gate_lower_bound", "self.bound", "lacks gate_lower_bound"),
-    "no such field": ("self.intermediate_ssm", "self.drafts", "State lacks intermediate_ssm"),
-    "a new keyword": ("last_state\n", "last_state\n        chunk_kda(q=0, tile=1)\n", "passes tile to chunk_kda"),
-    "a keyword elsewhere": (
-        "\npass\n",
-        "\nx.extend(q=0, tile=1)\nx.fused_kda_decode(tile=1)\n",
-        "passes tile to (TritonKDAKernel.extend|fused_kda_decode)",
-    ),
-    "fewer keywords": (
-        "import flashinfer_packed_fused_kda_decode\n",
-        "import flashinfer_packed_fused_kda_decode\nflashinfer_packed_fused_kda_decode(x=0)\n",
-        "passes no A_log, .* to flashinfer_packed",
-    ),
-    "states elsewhere": (
-        "last_state\n",
-        "last_state\n        last_state.copy_(0)\n",
-        "uses last_state otherwise: .copy_",
-    ),
+    "a docstring": ("Decodes.", "Runs.", None),
+    "a comment": ("return 3", "return 3  # wide", None),
+    "a statement": ("x * scale", "x + scale", "tiny.kernels.decode, tiny.layer.decode"),
+    "a default": ("scale=1.0", "scale=2.0", "tiny.kernels.decode, tiny.layer.decode"),
+    "a decorator": ("    def forward", "    @staticmethod\n    def forward", "tiny.layer.Layer.forward"),
+    "what a caller passes": ("decode(x, 2.0)", "decode(x, out=x)", "tiny.layer.Layer.forward"),
+    "what adapters read": ("return 3", "return 4", "tiny.layer.Config"),
+    "a name": ("def forward", "def run", "tiny.layer.Layer.forward"),
+    "an import": ("from .kernels import decode", "decode = print", "tiny.layer.decode"),
+    "syntax": ("def width(self):", "def width(self:", "layer.py"),
 }
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_an_engine_that_differs_is_left_alone(engine: Engine, tmp_path: Path, kind: str):
-    """With a warning, once. Of a version that was read, too: its files may be patched."""
-    before, after, what = CHANGES[kind]
-    version = engine.read[-1]
-    write_engine(tmp_path, engine, version)
-    files = [*tmp_path.rglob("*.py")]
-    if not any(before in path.read_text() for path in files):
-        pytest.skip("nothing of that kind")
-    for path in files:
-        path.write_text(path.read_text().replace(before, after))
-    with pytest.warns(UserWarning, match=rf"leaves {engine.name} {version} as it is .*({what})"):
+    """With a warning, once, which names the code; its files may be patched."""
+    old, new, what = CHANGES[kind]
+    write(tmp_path, "1.1", old, new)
+    if what is None:
+        engine.enable()
+        assert engine.enabled
+    else:
+        is_refused(engine, f"1.1 as it is: .*{re.escape(what)}")
+
+
+@pytest.mark.parametrize(("version", "change"), (("1.2", "x * scale"), ("9.0", "return 3"), ("1.0", "return 3")))
+def test_another_version_is_left_alone(engine: Engine, tmp_path: Path, version: str, change: str):
+    """The version read before the last one, too, where it has the last one's code."""
+    write(tmp_path, version, change, change + "0")
+    is_refused(engine, f"leaves tiny {version} .*(1.1|1.0) as read has other code for tiny")
+    write(tmp_path, version)
+    again = replace(engine, patches=Patches(), warned=False)
+    is_refused(again, "no code differs" if version != "1.0" else "1.0 as read has other code for tiny.kernels.decode")
+
+
+def is_refused(engine: Engine, what: str) -> None:
+    with pytest.warns(UserWarning, match=what):
         engine.enable()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.enable()
     assert not engine.enabled and engine.status().state == "unknown version"
-    assert re.search(what, engine.status().reason)
+    assert re.search(what.partition(".*")[2] or what, engine.status().reason)
 
 
-def test_names_that_a_module_no_longer_takes(engine: Engine, tmp_path: Path):
-    write_engine(tmp_path, engine, "9.9.9")
-    for seam in engine.seams:
-        if isinstance(seam, Seam) and seam.source is not None:
-            path = tmp_path.joinpath(*seam.module.split("."), "__init__.py")
-            path.write_text(path.read_text().replace(f"from {seam.source} import {seam.name}\n", ""))
-    found = differences(engine.seams, tmp_path)
-    assert len(found) == sum(isinstance(x, Seam) and x.source is not None for x in engine.seams)
-    assert all("takes no" in x for x in found)
+def test_digests_are_printed(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """Of an unpacked version, so that it can be added."""
+    write(tmp_path)
+    monkeypatch.setattr(_vllm, "ENGINE", engine)
+    main("vllm", str(tmp_path))
+    lines = [x.split() for x in capsys.readouterr().out.splitlines()]
+    assert lines == [[x.digests.split()[-1], x.path] for x in engine.seams if isinstance(x, Seam)]
 
 
-def test_an_engine_that_is_not_there(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine, "name", "no-such-engine")
+def test_an_engine_that_is_not_there(engine: Engine):
     assert engine.status().state == "not installed" and "pip install" in engine.status().reason
     with pytest.raises(ImportError, match="not installed"):
         engine.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -81,9 +82,37 @@ def test_the_version_is_written_once(unpacked: Path):
     assert f"\n## {flashdelta.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_wheel_is_made_of_the_source_distribution(tree: Path, unpacked: Path, tmp_path: Path):
-    with zipfile.ZipFile(build("wheel", unpacked, tmp_path)) as file:
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", unpacked, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_is_made_of_the_source_distribution(tree: Path, wheel: Path):
+    with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info" not in name}
         (entry,) = (file.read(name).decode() for name in file.namelist() if name.endswith("entry_points.txt"))
     assert names == {name.removeprefix("src/") for name in files(tree) if name.startswith("src/")}
     assert "flashdelta = flashdelta_command:main" in entry
+
+
+COMMANDS = (
+    "doctor --device cpu",
+    "verify --quick --device cpu",
+    "demo --device cpu --tokens 5",
+    "export --out out --arch=sm_90 --op=decode_bf16 --size=64,64,32 --gate=none",
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.split()[0])
+def test_the_wheel_alone_runs(line: str, wheel: Path, tmp_path: Path):
+    """Of this repository nothing else is there: neither its tests nor its benchmarks."""
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+    environment = {x: y for x, y in os.environ.items() if x not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    environment["PYTHONPATH"] = str(tmp_path / "site")
+    code = "import flashdelta, flashdelta_command; print(flashdelta.__file__); flashdelta_command.main()"
+    command = [sys.executable, "-c", code, *line.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(str(tmp_path / "site"))
+    assert line[:6] != "export" or (tmp_path / "out" / "flashdelta.h").exists()

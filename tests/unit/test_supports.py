@@ -20,7 +20,7 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.parallel import context as contexts
 from flashdelta.problem import device_checks
-from flashdelta.problem.arguments import Operation, is_plain
+from flashdelta.problem.arguments import Operation
 from flashdelta.runtime.call import NoKernel, public_call
 
 from ..support.inputs import TOKEN_TENSORS
@@ -64,14 +64,6 @@ def test_what_is_refused_is_not_supported(refusal: Refusal):
     refusal.expect(raised, call)
 
 
-def test_rows_of_a_norm_that_triton_does_not_take(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for rows, ok in ((2**31 - 1, True), (2**31, False)):
-        x = torch.empty(1).expand(rows, 1)
-        found = fd.supports(fd.gated_rms_norm, x, x, torch.ones(1), backend="triton")
-        assert found.ok == ok and ("2^31 rows" in found.reason) != ok
-
-
 def test_other_questions_are_answered():
     call = good_call(fd.chunk_kda, "plain")
     assert "wanted one of flashdelta." in fd.supports(print, **call).reason
@@ -105,14 +97,6 @@ def test_whatever_an_argument_is_nothing_is_raised(op: Callable, start: str):
             assert answer or answer.reason
 
 
-def test_the_fastest_backend_needs_no_reason(monkeypatch: pytest.MonkeyPatch):
-    for backend in (fd.backends.HopperBackend, fd.backends.TritonBackend):
-        monkeypatch.setattr(backend, "obstacle", lambda self, problem, device: None)
-    call = good_call(fd.chunk_kda, "plain")
-    assert fd.supports(fd.chunk_kda, **call) == (True, "hopper", "")
-    assert fd.supports(fd.chunk_kda, **call, backend="reference").backend == "reference"
-
-
 def test_what_a_call_refuses_beyond_shapes_is_seen():
     call = good_call(fd.recurrent_kda, "paged") | {
         "output": torch.empty_like(good_call(fd.recurrent_kda, "paged")["v"])
@@ -133,30 +117,6 @@ class Own(Tensor):
     """Of a class of its own, which may answer otherwise each time."""
 
 
-def test_what_is_no_operator_is_named():
-    for other in ([], fd.replay_buffer, fd.supports, print):
-        assert re.search(r"^op: got .*, which is no operator, wanted one of flashdelta\.", fd.supports(other).reason)
-
-
-def test_an_argument_may_be_called_op():
-    call = good_call(fd.chunk_kda, "plain")
-    assert fd.supports(fd.chunk_kda, **call, op=1).reason == "got an unexpected keyword argument 'op'"
-    with pytest.raises(TypeError, match="unexpected keyword argument 'op'"):
-        fd.explain(fd.chunk_kda, **call, op=1)
-
-
-def test_inside_transforms_the_answer_is_the_call_s():
-    call = good_call(fd.chunk_kda, "plain")
-    asked = []
-
-    def run(q: Tensor) -> Tensor:
-        asked.append(fd.supports(fd.chunk_kda, **call | {"q": q, "out": torch.empty_like(call["v"])}))
-        return q
-
-    torch.func.vmap(run)(call["q"][None])
-    assert not asked[0] and asked[0].reason
-
-
 def test_offsets_on_the_host_are_read():
     call = good_call(fd.chunk_kda, "packed")
     right, wrong = call["cu_seqlens"].clone(), call["cu_seqlens"] + 1
@@ -164,26 +124,6 @@ def test_offsets_on_the_host_are_read():
         assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right)
         assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=wrong)
         assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right.to("meta"))
-
-
-def test_offsets_that_are_not_dense_are_read():
-    call = good_call(fd.chunk_kda, "packed")
-    memory = torch.stack([call["cu_seqlens"]] * 2, 1)
-    offsets = memory[:, 0]
-    assert not offsets.is_contiguous()
-    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) for _ in range(2))
-    memory[0] = 1
-    assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
-    memory[0] = 0
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
-
-
-def test_offsets_whose_memory_is_gone_end_nothing():
-    call = good_call(fd.chunk_kda, "packed")
-    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=call["cu_seqlens"].clone()) for _ in range(2))
-    offsets = call["cu_seqlens"].clone()
-    offsets.untyped_storage().resize_(0)
-    assert offsets.data_ptr() == 0 and isinstance(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets).ok, bool)
 
 
 def test_a_mode_of_gradients_gets_its_own_answer():
@@ -257,82 +197,9 @@ def test_lazy_clones_stay_clones(op: Callable, start: str):
     assert tensors and all(map(torch._C._is_cow_tensor, tensors))
 
 
-@pytest.mark.parametrize(("op", "out"), [(fd.chunk_kda, "out"), (fd.recurrent_kda, "output")])
-def test_lazy_clones_share_with_their_own_views_alone(op: Callable, out: str):
-    call = good_call(op, "plain" if op is fd.chunk_kda else "paged")
-    source = call["v"].clone()
-    both = torch.cat((source, source))
-    B, clone = len(source), torch._lazy_clone(both)
-    for other, begin, ok in ((clone, 0, False), (clone, B, True), (both, 0, True), (both, B, True)):
-        answer = fd.supports(op, **call | {"v": clone[:B], out: other[begin : begin + B]})
-        assert answer.ok is ok and ("memory shared with v" in answer.reason) is not ok
-    assert torch._C._is_cow_tensor(both) and torch._C._is_cow_tensor(clone)
-
-
-def test_lazy_offsets_on_the_host_stay_lazy():
-    call = good_call(fd.chunk_kda, "packed")
-    source = call["cu_seqlens"].clone()
-    clone = torch._lazy_clone(source)
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=clone)
-    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=x) for x in (call["cu_seqlens"].clone(), clone))
-    assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=torch._lazy_clone(source + 1))
-    assert torch._C._is_cow_tensor(clone)
-
-
-ODD = {
-    "compressed": lambda x: x[0, :, 0].to_sparse_csr(),
-    "sparse": Tensor.to_sparse,
-    "opaque": lambda x: x.flatten(2).to_mkldnn(),
-    "nested": lambda x: torch.nested.nested_tensor([x, x]),
-    "jagged": lambda x: torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged),
-    "functional": torch._to_functional_tensor,
-    "uninitialized": lambda x: torch.nn.UninitializedParameter(),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("name", ["q", "g"])
-@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_odd_tensors_get_an_answer(odd: Callable, name: str):
-    call = good_call(fd.chunk_kda, "plain")
-    changed = call | {name: odd(call[name])}
-    answer = fd.supports(fd.chunk_kda, **changed)
-    assert answer or answer.reason
-    assert fd.supports(fd.chunk_kda, **call)
-
-
-class Weight(torch.nn.Parameter):
-    """As libraries that load models have them."""
-
-
-def test_subclasses_of_parameters_are_plain():
-    call = good_call(fd.chunk_kda, "plain")
-    weights = {name: Weight(call[name]) for name in ("A_log", "dt_bias")}
-    assert type(weights["A_log"]) is Weight and is_plain(weights["A_log"]) and not is_plain(call["q"].as_subclass(Own))
-    assert fd.supports(fd.chunk_kda, **call | weights)
-    found, want = fd.chunk_kda(**call | weights)[0], fd.chunk_kda(**call)[0]
-    assert type(found) is Tensor and torch.equal(found, want)
-    with FakeTensorMode() as mode:
-        assert not is_plain(mode.from_tensor(call["q"]))
-
-
 def inferred(x: Tensor) -> Tensor:
     with torch.inference_mode():
         return x.clone()
-
-
-@every_operator
-def test_inference_tensors_are_taken_and_written(op: Callable, start: str):
-    """Outside of inference mode, too."""
-    call, again = good_call(op, start), good_call(op, start)
-    if "out" in inspect.signature(op).parameters:
-        like = call["x" if "x" in call else "v"]
-        call["out"], again["out"] = torch.zeros_like(like), torch.zeros_like(like)
-    again = {name: inferred(x) if isinstance(x, Tensor) else x for name, x in again.items()}
-    assert fd.supports(op, **call) and fd.supports(op, **again)
-    op(**call)
-    op(**again)
-    assert all(torch.equal(x, again[name]) for name, x in call.items() if isinstance(x, Tensor))
 
 
 @pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
@@ -416,16 +283,6 @@ def by_kernel(call: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_on_a_cpu_the_reference_passes_for_a_kernel(name: str):
-    op, start = NARROW[name]
-    call, again = good_call(op, start), good_call(op, start)
-    found, want = op(**by_kernel(call)), op(**again)
-    found, want = (x if isinstance(x, tuple) else (x,) for x in (found, want))
-    assert all(torch.equal(x, y) for x, y in zip(found, want) if x is not None)
-    assert public_call(op).refusal(by_kernel(call)) is None
-
-
-@pytest.mark.parametrize("name", NARROW)
 def test_elsewhere_it_is_refused_before_anything_is_written(name: str):
     """The meta device stands for a GPU that no kernel of ours runs on."""
     op, start = NARROW[name]
@@ -483,14 +340,3 @@ def test_a_call_that_ran_answers_a_dispatcher(validated: list[str]):
     assert instructions(lambda: ask(call)) < MOST_INSTRUCTIONS
     assert ask(call | {"out": call["v"]}).startswith("out: got memory shared with v")
     assert "'sclae'" in ask(call | {"sclae": 1.0})
-
-
-@pytest.mark.parametrize("name", ["q", "state_pool", "backend"])
-def test_other_calls_than_those_are_validated_as_ever(name: str, validated: list[str]):
-    """What was refused by its kernel is taken by name, and the other way round."""
-    call = good_call(fd.chunk_kda, "pool")
-    wrong = {"q": call["q"].half(), "state_pool": call["state_pool"][..., :1], "backend": "none"}[name]
-    for given in (call, by_kernel(call)):
-        with pytest.raises((ValueError, TypeError)) as refused:
-            fd.chunk_kda(**given | {name: wrong})
-        assert isinstance(refused.value, NoKernel) is (given.get("backend") == backends.KERNEL and name != "backend")

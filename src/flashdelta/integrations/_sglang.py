@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import chunk_kda, recurrent_kda
 from .engine import Arguments, Engine, first_rows, take, warm_up
-from .seams import AnySeam, Attribute, Fields, Seam, Statement
+from .seams import AnySeam, Attribute, Seam
 
 Theirs = Callable[..., Any]
 
@@ -157,54 +157,38 @@ LINEAR = "sglang.srt.layers.attention.linear"
 KERNEL, BACKEND = f"{LINEAR}.kernels.kda_triton", f"{LINEAR}.kda_backend"
 BASE = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 
-DECODE = "self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim lower_bound=None"
-VERIFY = """self A_log dt_bias q k v a b ssm_states cache_indices query_start_loc intermediate_states_buffer
-    intermediate_state_indices cache_steps retrieve_parent_token lower_bound=None cache_ring=False replayssm_rawv=None
-    replayssm_rawk=None replayssm_g=None replayssm_beta=None"""
-EXTEND = """self q k v g beta ssm_states cache_indices query_start_loc A_log=None dt_bias=None lower_bound=None
-    beta_is_raw=False return_intermediate_states=False"""
+DISPATCHER, GRAPH = "KDAKernelDispatcher", f"{LINEAR}.kda_prefill_graph"
+POOLS = "sglang.srt.mem_cache.memory_pool"
+
 RING = "replayssm_d replayssm_k replayssm_g replayssm_write_pos replayssm_force_flush"
 ACCEPT = "fused_accept_state_indices fused_accept_num_accepted"
 HINTS = """extend_seq_lens_cpu extend_prefix_lens layer_id is_spec_decode track_ssm_h_src track_state track_chunk_idx
     state_checkpoint_cu_starts num_state_checkpoints state_checkpoint_every_n_tokens state_checkpoint_indices
     track_ssm_h_batch_src chunk_indices chunk_offsets"""
 
-PACKED = "supports_packed_decode_safe_gate"
-SNAPSHOT = (
-    "torch.empty((track_chunk_idx.shape[0], *ssm_states.shape[1:]), dtype=torch.float32, device=ssm_states.device)"
-)
-
-STATEMENTS = (
-    Statement(BACKEND, "KDAKernelDispatcher.__init__", f"getattr(self.decode_kernel, '{PACKED}', False)"),
-    Statement(BACKEND, "KDAAttnBackend.forward_extend", SNAPSHOT),
-    Statement(BACKEND, "KDAAttnBackend.forward_extend", "core_attn_out, h = core_attn_out"),
-    Statement(BASE, "MambaAttnBackendBase.mamba_chunk_size", f"'mamba_chunk_size', {TRACKED}"),
-)
-"""What asks for the attribute below, and what tracked states are: one for each sequence, by chunks of so many tokens."""
-
-POOLS = "sglang.srt.mem_cache.memory_pool"
-
-FIELDS = (
-    # of what is read to compile kernels
-    Fields("sglang.srt.model_executor.model_runner", "ModelRunner", "model dtype req_to_token_pool"),
-    Fields(POOLS, "HybridReqToTokenPool", "mamba_pool"),
-    Fields(POOLS, "MambaPool", "mamba_cache"),
-    Fields(POOLS, "MambaPool.State", "temporal"),
-    Fields(POOLS, "MambaPool.SpeculativeState", "intermediate_ssm"),
-    Fields("sglang.srt.layers.radix_linear_attention", "RadixLinearAttention", "lower_bound conv_weights"),
-)
-
-CALLERS = (BACKEND, f"{LINEAR}.kda_prefill_graph")
-
 SEAMS: tuple[AnySeam, ...] = (
-    *STATEMENTS,
-    *FIELDS,
-    Seam(KERNEL, "TritonKDAKernel.packed_decode", packed_decode, DECODE, keywords=RING, callers=CALLERS),
-    Seam(KERNEL, "TritonKDAKernel.target_verify", target_verify, VERIFY, keywords=ACCEPT, callers=CALLERS),
-    Seam(KERNEL, "TritonKDAKernel.extend", extend, EXTEND, keywords=HINTS, callers=CALLERS),
+    Seam(KERNEL, "TritonKDAKernel.packed_decode", "d5b239db8935d95c", packed_decode, RING),
+    Seam(KERNEL, "TritonKDAKernel.target_verify", "91ef27869bc18f74", target_verify, ACCEPT),
+    Seam(KERNEL, "TritonKDAKernel.extend", "6f18ccb907579f7d 2ae71513e6f4a523", extend, HINTS),
     # SGLang packs steps of decoding with the bounded gate only for kernels that say so
-    Attribute(KERNEL, f"TritonKDAKernel.{PACKED}", True),
-    Seam(BACKEND, "KDAAttnBackend.__init__", built, "self model_runner"),
+    Attribute(KERNEL, "TritonKDAKernel.supports_packed_decode_safe_gate", True),
+    Seam(BACKEND, "KDAAttnBackend.__init__", "baef4884224e1c0f 5af2ac4381b6ba5f", built),
+    # read, not replaced: callers, and what is read to compile kernels
+    Seam(BACKEND, f"{DISPATCHER}.__init__", "afe751a871e60ce5"),
+    Seam(BACKEND, f"{DISPATCHER}.packed_decode", "af04a49c61e67706"),
+    Seam(BACKEND, f"{DISPATCHER}.target_verify", "8ab0dce5f46dbbfe"),
+    Seam(BACKEND, f"{DISPATCHER}.effective_extend_kernel", "f1e54cbeac368527 1af1702593d3b673"),
+    Seam(BACKEND, f"{DISPATCHER}.extend", "c73b66ac70c841f5 8dad507ce2900196"),
+    Seam(BACKEND, "KDAAttnBackend.forward_decode", "4cdc539ac94bfc82 3f91c629c24422ab"),
+    Seam(BACKEND, "KDAAttnBackend.forward_extend", "7a867d00909acbb1 d37f721fdd7fb169"),
+    Seam(BACKEND, "KDAAttnBackend._forward_target_verify", "9890b978362a4ba6"),
+    Seam(GRAPH, "kda_extend_in_graph", "8da37575130f0bd2 5f38f36f88278a13"),
+    Seam(BASE, "MambaAttnBackendBase.mamba_chunk_size", "95d355c71137ae0e"),
+    Seam(POOLS, "HybridReqToTokenPool.__init__", "e9ec31d9cf57a84a"),
+    Seam(POOLS, "MambaPool.__init__", "327cf5fdd61bb684"),
+    Seam(POOLS, "MambaPool.State", "45df1bda32dad804"),
+    Seam(POOLS, "MambaPool.SpeculativeState", "e8a7a3f670d64781"),
+    Seam("sglang.srt.layers.radix_linear_attention", "RadixLinearAttention.__init__", "ccd15219194dd5c2"),
 )
 
 ENGINE = Engine(

@@ -6,11 +6,10 @@ from __future__ import annotations
 from importlib import metadata
 
 from . import Status, _fla
-from .packing import MODELS, seams
-from .seams import obstacle
+from .packing import MODELS, obstacle
 
 READ = tuple(f"5.{minor}" for minor in range(17, 25))
-"""Versions that this was run with, FLA 0.6 beside them. Others run if the code that `seams` asks for is in theirs."""
+"""Versions that this was run with, FLA 0.6 beside them. Others run if what `obstacle` looks for is in theirs."""
 
 
 def status() -> Status:
@@ -19,7 +18,7 @@ def status() -> Status:
         version = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         return Status("transformers", "not installed", None, "pip install transformers")
-    found = obstacle("transformers", [seam for model in MODELS for seam in seams(model)])
+    found = obstacle(*MODELS)
     if found is not None:
         return Status("transformers", "unknown version", version, found)
     fla = _fla.status()

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
 from ..problem.switches import is_on
 from .engine import KERNEL, Arguments, Engine, first_rows, runs, take, warm_up
-from .seams import AnySeam, Fields, Seam, StandIn, Statement, Uses, Wrapper, real
+from .seams import AnySeam, Seam, StandIn, real
 
 Theirs = Callable[..., Any]
 
@@ -29,13 +29,7 @@ class Slots(StandIn):
     """The states of a prefill's sequences, `[N, H, V, K]`, by their slots in a pool: those before it, or once it has run
     (`stored`) those after it. Storing them in their own slots does nothing then."""
 
-    def __init__(
-        self,
-        pool: Tensor,
-        indices: Tensor,
-        has_initial_state: Tensor | None,
-        gather: Callable[[], Tensor],
-    ):
+    def __init__(self, pool: Tensor, indices: Tensor, has_initial_state: Tensor | None, gather: Callable[[], Tensor]):
         self.pool, self.indices, self.has_initial_state, self.gather = pool, indices, has_initial_state, gather
         self.stored = False
 
@@ -622,43 +616,11 @@ def built_ling(theirs: Theirs, call: Arguments) -> None:
 MAMBA, OPS = "vllm.model_executor.layers.mamba", "vllm._custom_ops"
 KIMI_LINEAR, KIMI_K3 = f"{MAMBA}.gdn.kimi_gdn_linear_attn", "vllm.models.kimi_k3.nvidia.kda"
 KIMI_KERNELS, GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.common.kda"
-GLM_KERNELS, LING = "vllm.models.glm5next.nvidia.ops.third_party.kda", "vllm.model_executor.models.bailing_moe_v3"
-SHARED_KERNELS = "vllm.third_party.flash_linear_attention.ops.kda"
-KIMI = (KIMI_LINEAR, KIMI_K3)
+LING = "vllm.model_executor.models.bailing_moe_v3"
 
-GATHER = "state indices has_initial_state"
-STATES = "scale=None initial_state=None output_final_state=False"
-CONFIG = "self config vllm_config prefix=''"
-KIMI_STEP = "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens ssm_state_indices"
-KIMI_PREFILL = f"q k v raw_g raw_beta A_log g_bias {STATES} lower_bound=None"
-GLM_STEP = """q k v g beta=None scale=None initial_state=None inplace_final_state=True use_qk_l2norm_in_kernel=True
-    cu_seqlens=None ssm_state_indices=None"""
-KIMI_FORWARD = "self mixed_qkv g1 g2 beta core_attn_out"
-LING_FORWARD = "self q_proj_states k_proj_states v_proj_states g1 beta core_attn_out"
-LING_BUILT = """self config quant_config=None layer_id=0 prefix='attention' model_config=None cache_config=None
-    num_speculative_tokens=0"""
-LING_VERIFY = """q k v g beta scale initial_state inplace_final_state=True cu_seqlens=None ssm_state_indices=None
-    num_accepted_tokens=None"""
-FLASH_KDA = "q k v g beta A_log dt_bias lower_bound initial_state cu_seqlens out"
-FLASH_INFER = """q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens out seq_order=None
-    prefill_workspace=None"""
-GLM_FLASH = """self q k v g beta initial_state cu_seqlens out checkpoint=None raw_qkv=None conv_state=None
-    recurrent_state=None"""
-
-K3_SIZES = "backend num_heads head_dim conv_width num_spec input_dtype conv_state_dtype recurrent_state_dtype"
-FUSED_DECODE = """x weight bias conv_state raw_g raw_beta A_log dt_bias state_indices state out=None lower_bound=None
-    output_gate=None norm_weight=None norm_eps=1e-05"""
 FUSED_VERIFY = """x weight conv_state raw_gate raw_beta A_log dt_bias state_indices query_start_loc num_accepted_tokens state
     output_gate norm_weight lower_bound norm_eps output"""
-
-PROFILED = {name: "attn_metadata_raw is None" for name in (KIMI_LINEAR, KIMI_K3, GLM)} | {
-    LING: "attn_metadata_map is None"
-}
-STORED = "non_spec_state_indices_tensor"
-K3_BUFFERS = "workspace_out, final_state, checkpoint_state, workspace"
-K3_FUSED, K3_DRAFTS = "self.kda_decode_backend != 'triton'", "self.kda_spec_decode_backend == 'flashinfer'"
-K3_STATES = "last_recurrent_state.to(recurrent_state.dtype)"
-K3_SLICES = "final_state[:num_sequences]; final_state[:initial_state.shape[0]]"
+"""What Kimi-K3 passes to a wrapper, which tells no parameters."""
 
 LAYERS = {
     KIMI_LINEAR: "KimiGatedDeltaNetAttention",
@@ -668,91 +630,47 @@ LAYERS = {
 }
 FORWARD = {module: f"{name}._forward" for module, name in LAYERS.items()}
 
-STATEMENTS = (
-    *(Statement(module, FORWARD[module], f"if {text}:\n        return") for module, text in PROFILED.items()),
-    Statement(KIMI_LINEAR, FORWARD[KIMI_LINEAR], f"recurrent_state[{STORED}] = last_recurrent_state"),
-    Statement(KIMI_K3, FORWARD[KIMI_K3], f"recurrent_state[{STORED}] = {K3_STATES}"),
-    Statement(KIMI_K3, FORWARD[KIMI_K3], f"{K3_BUFFERS} = current_workspace_manager().get_simultaneous("),
-    Statement(KIMI_K3, FORWARD[KIMI_K3], f"{K3_DRAFTS} and has_spec_decode and (m.num_prefills == 0)"),
-    Statement(KIMI_K3, FORWARD[KIMI_K3], f"{K3_FUSED} and self.decode_conv1d_weight is not None"),
-    Statement(KIMI_K3, FORWARD[KIMI_K3], "self.kda_decode_backend == 'flashinfer'"),
-    Statement(KIMI_K3, FORWARD[KIMI_K3], "ops.fused_kda_decode("),
-    Statement(KIMI_K3, f"{LAYERS[KIMI_K3]}.__init__", f"{K3_FUSED} or {K3_DRAFTS}"),
-    Statement(GLM, FORWARD[GLM], f"scatter_states(recurrent_state, last_recurrent_state, {STORED})"),
-    Statement(LING, FORWARD[LING], "= recurrent_state_active[state_indices].contiguous()"),
-    Statement(LING, FORWARD[LING], "recurrent_state_active[state_indices] = last_state"),
-)
-"""What becomes of states, which `Slots`, `Final` and `Pool` stand for, and of the names of fused kernels."""
-
-WARMED = "head_dim model_config get_state_dtype"
-
-USES = (
-    *(
-        Uses(module, FORWARD[module], "initial_state", "initial_state=; .shape")
-        for module in (KIMI_LINEAR, KIMI_K3, GLM)
-    ),
-    *(Uses(module, FORWARD[module], "last_recurrent_state", "pool[...] =; .to") for module in (KIMI_LINEAR, KIMI_K3)),
-    Uses(KIMI_K3, FORWARD[KIMI_K3], "final_state", f"final_state=; last_recurrent_state = final_state; {K3_SLICES}"),
-    Uses(GLM, FORWARD[GLM], "last_recurrent_state", "scatter_states"),
-    Uses(LING, FORWARD[LING], "last_state", "pool[...] ="),
-    Uses(LING, FORWARD[LING], "recurrent_state", "recurrent_state[..., :self.head_dim]; recurrent_state[zero_idx]"),
-    Uses(LING, FORWARD[LING], "recurrent_state_active", "recurrent_state_active[state_indices]; initial_state="),
-)
-"""What layers do with `Slots`, `Final` and `Pool`."""
-
-FIELDS = (
-    Fields(KIMI_LINEAR, LAYERS[KIMI_LINEAR], f"{WARMED} num_spec gate_lower_bound"),
-    Fields(KIMI_K3, LAYERS[KIMI_K3], f"""{WARMED} num_spec gate_lower_bound _checkpoint_exporter local_num_heads conv_size
-        get_state_shape kda_decode_backend kda_spec_decode_backend"""),
-    Fields(GLM, LAYERS[GLM], f"{WARMED} num_spec kda_lower_bound _checkpoint_exporter A_log dt_bias"),
-    Fields("vllm.config.scheduler", "SchedulerConfig", "max_num_batched_tokens max_num_seqs"),
-    Fields("vllm.forward_context", "ForwardContext", "attn_metadata"),
-    Fields(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointMetadata", "checkpoint_offsets state_indices"),
-    Fields(LING, LAYERS[LING], f"{WARMED} lower_bound safe_gate num_speculative_tokens kv_cache"),
-)  # fmt: skip
-
 SEAMS: tuple[AnySeam, ...] = (
-    *STATEMENTS,
-    *USES,
-    *FIELDS,
-    Seam(KIMI_KERNELS, "fused_recurrent_kda_packed_decode", kimi_decode, """mixed_qkv raw_g raw_beta A_log dt_bias lower_bound
-        initial_state state_indices scale=None out=None""", callers=KIMI),
-    Seam(KIMI_KERNELS, "fused_recurrent_kda", kimi_verify, f"{KIMI_STEP} num_accepted_tokens=None out=None fuse_gate=None",
-         callers=KIMI),
-    Seam(KIMI_KERNELS, "chunk_kda_with_fused_gate", kimi_prefill, f"""{KIMI_PREFILL} use_qk_l2norm_in_kernel=False
-        cu_seqlens=None out=None""", callers=KIMI),
-    Seam(KIMI_LINEAR, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
-    Seam(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.__init__", built, CONFIG),
-    Seam(KIMI_LINEAR, FORWARD[KIMI_LINEAR], forward, KIMI_FORWARD),
-    Seam(KIMI_K3, FORWARD[KIMI_K3], forward, KIMI_FORWARD),
-    Seam(GLM, FORWARD[GLM], forward, "self qkv_proj_states g1 beta core_attn_out"),
-    Seam(KIMI_K3, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
-    Seam(KIMI_K3, "current_workspace_manager", workspace_manager, "", "vllm.v1.worker.workspace"),
-    Seam(KIMI_K3, "_flashkda_prefill", k3_prefill, f"""{FLASH_KDA} final_state workspace checkpoint_state=None
-        checkpoint_offsets=None"""),
-    Seam(KIMI_K3, "_flashinfer_kda_prefill", k3_others, FLASH_INFER),
-    Seam(KIMI_K3, "resolve_kda_decode_backend", k3_decode_backend, K3_SIZES),
-    Seam(KIMI_K3, "resolve_kda_spec_decode_backend", k3_verify_backend, f"{K3_SIZES} lower_bound use_recoverssm"),
-    Seam(OPS, "fused_kda_decode", k3_fused_decode, FUSED_DECODE, callers=(KIMI_K3,)),
-    Wrapper(KIMI_K3, "flashinfer_packed_fused_kda_decode", k3_fused_verify, "", "vllm.utils.flashinfer", FUSED_VERIFY),
-    Seam(KIMI_K3, f"{LAYERS[KIMI_K3]}.__init__", built_k3, f"{CONFIG} aux_stream=None run_gemm_rs_ar=False"),
-    Seam(GLM, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
-    Seam(GLM, "scatter_states", scatter_states, "state src indices", f"{MAMBA}.ops.scatter_states"),
-    Seam(GLM, "fused_recurrent_kda", glm_step, f"""{GLM_STEP} num_accepted_tokens=None out=None sigmoid_beta=False a_log=None
-        g_bias=None compute_gate=False lower_bound=-5.0""", GLM_KERNELS),
-    Seam(GLM, "chunk_kda_with_fused_gate", glm_prefill, f"""q k v raw_g beta A_log g_bias {STATES}
-        use_qk_l2norm_in_kernel=False cu_seqlens=None safe_gate=False lower_bound=-5.0""", GLM_KERNELS),
-    Seam(GLM, f"{LAYERS[GLM]}._flashkda_prefill", glm_flash_prefill, GLM_FLASH),
-    Seam(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointExporter.export", None, """self checkpoint raw_qkv conv_state cu_seqlens
-        recurrent_checkpoint=None recurrent_state=None recurrent_rows=None token_indices=None"""),
-    Seam(GLM, f"{LAYERS[GLM]}.__init__", built_glm, CONFIG),
-    Seam(LING, "chunk_kda", ling_prefill, f"q k v g beta {STATES} use_qk_l2norm_in_kernel=False cu_seqlens=None",
-         SHARED_KERNELS, "safe_gate lower_bound"),
-    Seam(LING, "fused_recurrent_kda", ling_decode, GLM_STEP, SHARED_KERNELS, "safe_gate lower_bound"),
-    Seam(LING, "fused_recurrent_kda_fwd", ling_verify, f"{LING_VERIFY} use_qk_l2norm_in_kernel=False", SHARED_KERNELS),
-    Seam(LING, FORWARD[LING], ling_forward, LING_FORWARD),
-    Seam(LING, f"{LAYERS[LING]}.__init__", built_ling, LING_BUILT),
-)  # fmt: skip
+    Seam(KIMI_KERNELS, "fused_recurrent_kda_packed_decode", "6e95767918987362", kimi_decode),
+    Seam(KIMI_KERNELS, "fused_recurrent_kda", "10ecb4c80d067f8f", kimi_verify),
+    Seam(KIMI_KERNELS, "chunk_kda_with_fused_gate", "3fe4d6d07821a5b8", kimi_prefill),
+    Seam(KIMI_LINEAR, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
+    Seam(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.__init__", "199bf78df1943ec2", built),
+    Seam(KIMI_LINEAR, FORWARD[KIMI_LINEAR], "5922f6cd4a2f1ffe", forward),
+    Seam(KIMI_K3, FORWARD[KIMI_K3], "b242680bd05d1173", forward),
+    Seam(KIMI_K3, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
+    Seam(KIMI_K3, "current_workspace_manager", "fca22d7c07a5ca21", workspace_manager),
+    Seam(KIMI_K3, "_flashkda_prefill", "36968a8ddc1edd7d", k3_prefill),
+    Seam(KIMI_K3, "_flashinfer_kda_prefill", "e2965351308c0283", k3_others),
+    Seam(KIMI_K3, "resolve_kda_decode_backend", "52991d35f263b5df", k3_decode_backend),
+    Seam(KIMI_K3, "resolve_kda_spec_decode_backend", "86181ca40ea9700f", k3_verify_backend),
+    Seam(OPS, "fused_kda_decode", "36a50ca327ba019f", k3_fused_decode),
+    Seam(KIMI_K3, "flashinfer_packed_fused_kda_decode", "66651a351884854d", k3_fused_verify, FUSED_VERIFY),
+    Seam(KIMI_K3, f"{LAYERS[KIMI_K3]}.__init__", "9f4c87e698b7aa65", built_k3),
+    Seam(GLM, FORWARD[GLM], "7257009b52a328c1", forward),
+    Seam(GLM, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
+    Seam(GLM, "scatter_states", "54bc81abe12d15d7", scatter_states),
+    Seam(GLM, "fused_recurrent_kda", "7ee071712c611d65", glm_step),
+    Seam(GLM, "chunk_kda_with_fused_gate", "c80e180e0ffde4ae", glm_prefill),
+    Seam(GLM, f"{LAYERS[GLM]}._flashkda_prefill", "538a0dbe1e375cba", glm_flash_prefill),
+    Seam(GLM, f"{LAYERS[GLM]}.__init__", "34077e337a4144fe", built_glm),
+    Seam(LING, "chunk_kda", "e52ee7aa2fc5dec7", ling_prefill, "safe_gate lower_bound"),
+    Seam(LING, "fused_recurrent_kda", "3f0d5e5d300cc99a", ling_decode, "safe_gate lower_bound"),
+    Seam(LING, "fused_recurrent_kda_fwd", "83902116cdd8ede9", ling_verify),
+    Seam(LING, FORWARD[LING], "53ec43ed8b71280c", ling_forward),
+    Seam(LING, f"{LAYERS[LING]}.__init__", "6bf1f60c1bc8d969", built_ling),
+    # read, not replaced
+    Seam(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.get_state_dtype", "cd88b43e1982404c"),
+    Seam(KIMI_K3, f"{LAYERS[KIMI_K3]}.get_state_dtype", "74d85100f9bd37be"),
+    Seam(KIMI_K3, f"{LAYERS[KIMI_K3]}.get_state_shape", "f4427338bacc0129"),
+    Seam(GLM, f"{LAYERS[GLM]}.get_state_dtype", "2b74ada2364287ce"),
+    Seam(LING, f"{LAYERS[LING]}.get_state_dtype", "cd88b43e1982404c"),
+    Seam(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointMetadata", "52a6331ef9ba6b13"),
+    Seam(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointExporter.export", "32d8d45b85e81574"),
+    Seam("vllm.v1.worker.workspace", "WorkspaceManager.get_simultaneous", "2dca9efcad09847e"),
+    Seam("vllm.forward_context", "ForwardContext", "210d4bcb80e96768"),
+    Seam("vllm.config.scheduler", "SchedulerConfig", "183403e34db6e024"),
+)
 
 ENGINE = Engine(
     "vllm",

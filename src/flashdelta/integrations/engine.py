@@ -22,18 +22,21 @@ from ..runtime.supports import supports
 from ..runtime.warmup import warmup
 from . import Status
 from .patches import Patches
-from .seams import AnySeam, by_module, obstacle
+from .seams import AnySeam, by_module, differences, folder_of
 
 Arguments = dict[str, Any]
+
+MOST_NAMED = 4
+"""Names of code that differs in a warning."""
 
 
 @dataclass(eq=False)
 class Engine:
     """An engine whose functions are replaced as its modules are imported.
 
-    `read`: versions that `seams` were written and tested against. Whatever is installed is checked by its source files (half
-    a second), and left alone if it differs. `environment`: the variable that turns the integration off; it is read when the
-    engine starts.
+    `read`: versions that `seams` have digests of. Any other is left alone, and so is one whose code differs from what was read
+    (it takes half a second to see). `environment`: the variable that turns the integration off; it is read when the engine
+    starts.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Engine:
             return None
 
     def enable(self) -> None:
-        """Lets the engine's calls run on flashdelta, in this process. Where the engine is not what this was read against, warns
+        """Lets the engine's calls run on flashdelta, in this process. Where the engine is not one that was read, warns
         once and does nothing. Does nothing either where the environment says so.
 
         Raises:
@@ -63,15 +66,14 @@ class Engine:
         version = self.version()
         if version is None:
             raise ImportError(f"{self.name} is not installed")
-        found = obstacle(self.name, self.seams)
+        found = self.obstacle(version)
         if found is None:
             self.enabled = True
             for module, seams in by_module(self.seams).items():
                 self.patches.when_imported(module, functools.partial(self._patch, seams))
         elif not self.warned:
             self.warned = True
-            known = f"it was written for {', '.join(self.read)}"
-            warnings.warn(f"flashdelta leaves {self.name} {version} as it is ({known}): {found}", stacklevel=2)
+            warnings.warn(f"flashdelta leaves {self.name} {version} as it is: {found}", stacklevel=2)
 
     def disable(self) -> None:
         """Leaves every call to the engine again, but for those in CUDA graphs that are captured already."""
@@ -81,6 +83,21 @@ class Engine:
     def _patch(self, seams: Sequence[AnySeam], module: ModuleType) -> None:
         for seam in seams:
             seam.patch(self.patches, module)
+
+    def obstacle(self, version: str) -> str | None:
+        """How an installed version differs from those that were read; its files may be patched."""
+        root, release = folder_of(self.name), version.partition("+")[0]
+        if root is None:
+            return "no source files"
+        is_read = release in self.read
+        nearest = release if is_read else self.read[-1]
+        try:
+            found = differences(self.seams, root, self.read.index(nearest))
+        except SyntaxError as error:  # of a newer Python
+            return f"{error.filename}: {error.msg}"
+        more = f" and {len(found) - MOST_NAMED} others" if len(found) > MOST_NAMED else ""
+        where = f"{nearest} as read has other code for {', '.join(found[:MOST_NAMED])}{more}" if found else None
+        return where if is_read else f"the versions read are {', '.join(self.read)}; {where or 'no code differs'}"
 
     def forbidden(self) -> str | None:
         if not is_on(self.environment, True):
@@ -94,7 +111,7 @@ class Engine:
             return Status(self.name, "not installed", None, f"pip install {self.name}")
         if (why := self.forbidden()) is not None:
             return Status(self.name, "off", version, why)
-        if (found := obstacle(self.name, self.seams)) is not None:
+        if (found := self.obstacle(version)) is not None:
             return Status(self.name, "unknown version", version, found)
         if self.enabled:
             return Status(self.name, "active", version, f"replaces {self.replaces}")

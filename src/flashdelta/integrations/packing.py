@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from importlib import metadata, util
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -16,17 +17,13 @@ from torch import Tensor
 
 from ..ops.convolution import short_convolution
 from .patches import Patches
-from .seams import Statement, obstacle
+from .seams import folder_of
 
-MODELS = {
-    "kimi_linear": ("KimiLinearDeltaAttention", "KimiLinearModel"),
-    "glm5_next": ("Glm5NextTextLinearAttention", "Glm5NextTextModel"),
-    "bailing_hybrid": ("BailingHybridDeltaAttention", "BailingHybridModel"),
-}
-"""Modules of its models, each with the classes of the KDA layer and of the model. 5.17 to 5.19 have no `bailing_hybrid`."""
+MODELS = {"kimi_linear": "KimiLinearModel", "glm5_next": "Glm5NextTextModel", "bailing_hybrid": "BailingHybridModel"}
+"""Modules of its models, each with the model's class. 5.17 to 5.19 have no `bailing_hybrid`."""
 
-TAKEN = {"chunk_kimi_delta_attention": "chunk_kda", "recurrent_kimi_delta_attention": "fused_recurrent_kda"}
-"""Functions of its models, and those of FLA that they become."""
+TAKEN = ("chunk_kda", "fused_recurrent_kda")
+"""Functions of FLA's that those of its models become."""
 
 CONVOLUTION = """mixed_qkv = causal_conv1d_fn(mixed_qkv, weight=self.conv1d.weight.squeeze(1), bias=self.conv1d.bias, \
 activation=self.activation, **kwargs)"""
@@ -36,13 +33,15 @@ def path(model: str) -> str:
     return f"transformers.models.{model}.modeling_{model}"
 
 
-def seams(model: str) -> list[Statement]:
-    """What the code of a model must say, if it is there."""
-    if util.find_spec(f"transformers.models.{model}") is None:
-        return []
-    taken = "use_kernel_func_from_hub_with_fallback('{}', 'fla')"
-    found = [Statement(path(model), name, taken.format(fla)) for name, fla in TAKEN.items()]
-    return [*found, Statement(path(model), f"{MODELS[model][0]}.forward", CONVOLUTION)]
+def obstacle(*models: str) -> str | None:
+    """What the code of these models should say and does not, where transformers has them."""
+    root, lacks = folder_of("transformers"), []
+    wanted = [f"use_kernel_func_from_hub_with_fallback({fla!r}, 'fla')" for fla in TAKEN] + [CONVOLUTION]
+    for file in () if root is None else (root / f"{path(x).replace('.', '/')}.py" for x in models):
+        if file.is_file():
+            code = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
+            lacks += [f"{file.stem} lacks {text}" for text in wanted if text not in code]
+    return "; ".join(lacks) or None
 
 
 def patch(patches: Patches, is_on: Callable[[], bool]) -> None:
@@ -52,14 +51,14 @@ def patch(patches: Patches, is_on: Callable[[], bool]) -> None:
 
 
 def _patch(patches: Patches, is_on: Callable[[], bool], model: str, module: ModuleType) -> None:
-    found = obstacle("transformers", seams(model))
+    found = obstacle(model)
     if found is not None:
         version = metadata.version("transformers")
         warnings.warn(f"flashdelta leaves packed sequences to transformers {version}: {found}", stacklevel=2)
         return
     for name, wrap in (("causal_conv1d_fn", packed_convolution), ("chunk_kimi_delta_attention", packed_attention)):
         patches.set(module, name, wrap(getattr(module, name), is_on))
-    owner = getattr(module, MODELS[model][1])
+    owner = getattr(module, MODELS[model])
     patches.set(owner, "forward", packed_model(owner.forward, is_on))
 
 

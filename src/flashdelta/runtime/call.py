@@ -44,7 +44,7 @@ class Refused:
     def __init__(self, why: str):
         self.why = why
 
-    def usable(self) -> bool:
+    def usable(self, addresses: Sequence[int]) -> bool:
         return True
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> NoReturn:
