@@ -134,7 +134,7 @@ MUTANTS: list[Row] = [
     ("problem/arguments.py", "if not any([sizes.fit(one, x.shape) for one in dims]):", "if False:",
      "unit/test_bad_input.py"),
     ("problem/arguments.py", "if stride < span:", "if False:", "unit/test_bad_input.py"),
-    ("problem/arguments.py", "return a0 < b0 + extent(b) and b0 < a0 + extent(a)", "return False",
+    ("problem/arguments.py", "place[0] < written[1] and written[0] < place[1]", "False",
      "unit/test_bad_input.py"),
     ("problem/arguments.py", "if rule.broken(call):", "if False:", "unit/test_bad_input.py"),
     ("problem/arguments.py", "if call.state_pool is not None:", "if False:", "unit/test_bad_input.py"),

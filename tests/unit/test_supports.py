@@ -50,7 +50,6 @@ def test_a_good_call_is_supported_and_explained(op: Callable, start: str):
     assert fd.supports(op, **call, backend="reference").reason == answers[0].reason
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("refusal", refusals(REFUSED))
 def test_what_is_refused_is_not_supported(refusal: Refusal):
     good, call = refusal.calls()
@@ -59,7 +58,7 @@ def test_what_is_refused_is_not_supported(refusal: Refusal):
     assert answers[0] == answers[1] and not answers[0] and answers[0].backend is None
 
     def raised(**arguments: object) -> None:
-        raise refusal.error(answers[0].reason)
+        raise ValueError(answers[0].reason)
 
     refusal.expect(raised, call)
 
@@ -239,46 +238,6 @@ def test_traced_questions_are_answered(op: Callable, start: str):
     assert found.tolist() == [2.0] * 3 and backend == "reference" and reason.startswith("backend: got 'none'")
 
 
-def lazy(x: object) -> Any:
-    return torch._lazy_clone(x) if isinstance(x, Tensor) else x
-
-
-@every_operator
-def test_lazy_clones_stay_clones(op: Callable, start: str):
-    """Asked about first, or after a call like it."""
-    call = good_call(op, start)
-    if "out" in inspect.signature(op).parameters:
-        call["out"] = torch.empty_like(call["x" if "x" in call else "v"])
-    source = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
-    clones = {name: lazy(x) for name, x in source.items()}
-    wanted = fd.supports(op, **call)
-    assert fd.supports(op, **clones) == wanted == (True, "reference", wanted.reason)
-    tensors = [x for some in (source, clones) for x in some.values() if isinstance(x, Tensor)]
-    assert tensors and all(map(torch._C._is_cow_tensor, tensors))
-
-
-@pytest.mark.parametrize(("op", "out"), [(fd.chunk_kda, "out"), (fd.recurrent_kda, "output")])
-def test_lazy_clones_share_with_their_own_views_alone(op: Callable, out: str):
-    call = good_call(op, "plain" if op is fd.chunk_kda else "paged")
-    source = call["v"].clone()
-    both = torch.cat((source, source))
-    B, clone = len(source), torch._lazy_clone(both)
-    for other, begin, ok in ((clone, 0, False), (clone, B, True), (both, 0, True), (both, B, True)):
-        answer = fd.supports(op, **call | {"v": clone[:B], out: other[begin : begin + B]})
-        assert answer.ok is ok and ("memory shared with v" in answer.reason) is not ok
-    assert torch._C._is_cow_tensor(both) and torch._C._is_cow_tensor(clone)
-
-
-def test_lazy_offsets_on_the_host_stay_lazy():
-    call = good_call(fd.chunk_kda, "packed")
-    source = call["cu_seqlens"].clone()
-    clone = torch._lazy_clone(source)
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=clone)
-    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=x) for x in (call["cu_seqlens"].clone(), clone))
-    assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=torch._lazy_clone(source + 1))
-    assert torch._C._is_cow_tensor(clone)
-
-
 ODD = {
     "compressed": lambda x: x[0, :, 0].to_sparse_csr(),
     "sparse": Tensor.to_sparse,
@@ -335,24 +294,6 @@ def test_inference_tensors_are_taken_and_written(op: Callable, start: str):
     assert all(torch.equal(x, again[name]) for name, x in call.items() if isinstance(x, Tensor))
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
-@pytest.mark.parametrize("name", ["q", "g", "dt_bias", "cu_seqlens"])
-def test_inference_tensors_are_not_saved_for_gradients(op: Callable, name: str):
-    call = good_call(op, "packed")
-    call["v"].requires_grad_()
-    assert fd.supports(op, **call)
-    call[name] = inferred(call[name])
-    for _ in range(2):
-        assert fd.supports(op, **call).reason.startswith(
-            f"{name}: got an inference tensor with inputs that require grad"
-        )
-    with pytest.raises(ValueError, match=f"{name}: got an inference tensor"):
-        op(**call)
-    with torch.no_grad():
-        assert fd.supports(op, **call)
-        op(**call)
-
-
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     """Of two ranks, of which only this one is there."""
@@ -367,7 +308,7 @@ def test_distributed_tensors_are_refused_by_name(names: tuple, mesh: Any):
 
     call = good_call(fd.chunk_kda, "plain")
     call |= {name: DTensor.from_local(call[name], mesh, [Replicate()]) for name in names}
-    reason = f"{names[0]}: got a DTensor, wanted the part of it that is here (to_local())"
+    reason = f"{names[0]}: got DTensor, wanted a torch.Tensor"
     assert fd.supports(fd.chunk_kda, **call) == (False, None, reason)
     with pytest.raises(TypeError, match=re.escape(reason)):
         fd.chunk_kda(**call)
@@ -384,7 +325,7 @@ def fla_context(mesh: Any, cu_seqlens: Tensor, **changes: object) -> Any:
 
 @pytest.mark.parametrize("kind", [lambda x: x, contexts.as_context], ids=("FLA", "ours"))
 def test_what_a_context_brings_is_looked_at(kind: Callable, mesh: Any):
-    """Whether its offsets can be saved, and whether what is written lies in them."""
+    """Whether what is written lies in its offsets."""
     call = good_call(fd.chunk_kda, "packed")
     offsets = call.pop("cu_seqlens").int()
     call = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
@@ -394,10 +335,6 @@ def test_what_a_context_brings_is_looked_at(kind: Callable, mesh: Any):
     inside = memory.flatten()[: len(offsets) * 4].view(torch.int32)[: len(offsets)].copy_(offsets)
     shared = taken | {"out": memory, "cp_context": kind(fla_context(mesh, inside))}
     assert "memory shared with cu_seqlens" in fd.supports(fd.chunk_kda, **shared).reason
-    call["v"].requires_grad_()
-    assert fd.supports(fd.chunk_kda, **call, cp_context=kind(fla_context(mesh, offsets)))
-    answer = fd.supports(fd.chunk_kda, **call, cp_context=kind(fla_context(mesh, inferred(offsets))))
-    assert "an inference tensor with inputs that require grad" in answer.reason
 
 
 # ---- calls that a kernel runs or nobody ---------------------------------------------------------------------------------
