@@ -19,7 +19,7 @@ import flashdelta
 
 from . import truth
 from .draw import Spec
-from .modes import Case, Wanted, run
+from .modes import Case, Wanted, attributed, run
 
 # ---- odd arguments --------------------------------------------------------------------------------------------------------
 
@@ -211,16 +211,9 @@ def check(spec: Spec, device: torch.device, seed: int) -> str:
 
 
 def judge(case: Case, call: dict, odd: frozenset[str]) -> str:
-    with torch.set_grad_enabled(case.spec.grad):
-        support = flashdelta.supports(case.spec.function, **call)
-    verdict = judged(case, call, odd)
-    assert support.ok is (verdict == "right"), f"{verdict}, but supports says {support}"
-    return verdict
-
-
-def judged(case: Case, call: dict, odd: frozenset[str]) -> str:
     try:
         with torch.set_grad_enabled(case.spec.grad):
+            support = flashdelta.supports(case.spec.function, **call)
             results = run(case.spec, call)
     except (ValueError, TypeError) as error:
         if not names_argument(error, case.spec):
@@ -228,13 +221,11 @@ def judged(case: Case, call: dict, odd: frozenset[str]) -> str:
         for name, memory in case.contents.memories.items():
             if memory.changed(case.before[name], []):
                 raise AssertionError(f"{name}: written by a call that was refused") from error
+        assert not support, f"refused, but supports says {support}"
         return "refused"
-    # from the tensors as they were before the call
+    assert support, f"right, but supports says {support}"
+    # what must come out is worked out from the tensors as they were before the call
     after = {name: memory.bytes.clone() for name, memory in case.contents.memories.items()}
-    return accepted(case, call, odd, results, after)
-
-
-def accepted(case: Case, call: dict, odd: frozenset[str], results: dict, after: dict[str, Tensor]) -> str:
     case.restore()
     fresh = {name: x for name, x in call.items() if name in odd and name in case.spec.written() | {"out", "output"}}
     case.odd, case.call, case.wanted = odd, call, Wanted(None)
@@ -258,11 +249,3 @@ def surrounded(draw: Random, case: Case) -> str:
             results = case.run()
         case.hold(results)
     return "right"
-
-
-@contextlib.contextmanager
-def attributed(said: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"{said}: {type(error).__name__}: {error}") from error

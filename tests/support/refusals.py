@@ -90,37 +90,28 @@ POOL_OF_ONE = POOL | {"state_indices": offsets(1)}
 POOL_OF_THREE = POOL | {"state_indices": offsets(1, 1, 2), "cu_seqlens": offsets(0, 20, 20, 60)}
 """Sequences of 20, 0 and 40 tokens. The second stores nothing."""
 
+
+def marks(offset: object, index: object) -> dict:
+    return {"checkpoint_offsets": torch.tensor(offset), "checkpoint_indices": torch.tensor(index)}
+
+
+BUFFER = {"checkpoint_states": zeros(4, 2, 32, 64)}
+THREE = {"cu_seqlens": offsets(0, 20, 20, 60)}
+REGULAR = {"cu_seqlens": offsets(0, 65, 65, 70), "checkpoint_states": zeros(3, 2, 32, 64), "checkpoint_every": 64}
 MORE = {
     "plain": ("bounded", {}),
     "pool": ("bounded", POOL_OF_ONE),
     "flags": ("bounded", POOL_OF_ONE | {"has_initial_state": torch.tensor([True])}),
     "out": ("bounded", {"out": zeros(1, 70, 2, 64)}),
-    "checkpoint": ("bounded", POOL_OF_ONE | {"checkpoint_offsets": offsets(16), "checkpoint_indices": offsets(2)}),
+    "checkpoint": ("bounded", POOL_OF_ONE | marks([16], [2])),
     "three": ("bounded", POOL_OF_THREE),
-    "three checkpoints": (
-        "bounded",
-        POOL_OF_THREE | {"checkpoint_offsets": offsets(16, 0, 16), "checkpoint_indices": offsets(3, 9, -1)},
-    ),
+    "three checkpoints": ("bounded", POOL_OF_THREE | marks([16, 0, 16], [3, 9, -1])),
     "final": ("bounded", {"final_state": zeros(1, 2, 32, 64)}),
-    "buffer": (
-        "bounded",
-        {"checkpoint_states": zeros(4, 2, 32, 64), "checkpoint_offsets": offsets(16), "checkpoint_indices": offsets(2)},
-    ),
-    "regular": ("bounded", {"checkpoint_states": zeros(4, 2, 32, 64), "checkpoint_every": 64}),
-    "three in a buffer": (
-        "bounded",
-        {
-            "cu_seqlens": offsets(0, 20, 20, 60),
-            "checkpoint_states": zeros(4, 2, 32, 64),
-            "checkpoint_offsets": offsets(16, 0, 16),
-            "checkpoint_indices": offsets(0, 9, -1),
-        },
-    ),
-    "packed in a buffer": (
-        "bounded",
-        {"cu_seqlens": offsets(0, 65, 65, 70), "checkpoint_states": zeros(3, 2, 32, 64), "checkpoint_every": 64},
-    ),
-    "offsets": ("bounded", {"cu_seqlens": offsets(0, 20, 20, 60)}),
+    "buffer": ("bounded", BUFFER | marks([16], [2])),
+    "regular": ("bounded", BUFFER | {"checkpoint_every": 64}),
+    "three in a buffer": ("bounded", THREE | BUFFER | marks([16, 0, 16], [0, 9, -1])),
+    "packed in a buffer": ("bounded", REGULAR),
+    "offsets": ("bounded", THREE),
     "host offsets": ("packed", {"cu_seqlens_cpu": offsets(0, 17, 17, 81, 82, 147)}),
     "ones": ("state", {"scale": 1, "split": 1, "output_final_state": True}),
 }
@@ -423,10 +414,6 @@ REFUSED = {
         bad("state_pool", weight=zeros(24, 4).requires_grad_()),
     ],
 }  # fmt: skip
-
-
-def marks(offset: object, index: object) -> dict:
-    return {"checkpoint_offsets": torch.tensor(offset), "checkpoint_indices": torch.tensor(index)}
 
 
 REFUSED_ON_REQUEST = {
