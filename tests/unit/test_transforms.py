@@ -155,8 +155,10 @@ def test_the_launch_cache_takes_no_negative_and_no_dual_tensors(monkeypatch: pyt
         assert cache.find("call", (forward_ad.make_dual(x, x),))[1] is None
 
 
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
 def test_tokens_of_no_sequence_do_not_reach_gradients(op: Callable):
+    """In calls like those on a GPU, which keep the shapes of the caller's parameters."""
     parameters = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(64)}
 
     def grads(filler: float, offsets: list[int]) -> dict[str, Tensor]:
