@@ -134,7 +134,7 @@ MUTANTS: list[Row] = [
     ("problem/arguments.py", "if not any([sizes.fit(one, x.shape) for one in dims]):", "if False:",
      "unit/test_bad_input.py"),
     ("problem/arguments.py", "if stride < span:", "if False:", "unit/test_bad_input.py"),
-    ("problem/arguments.py", "place[1] < written[2] and written[1] < place[2]", "False",
+    ("problem/arguments.py", "place[0] < written[1] and written[0] < place[1]", "False",
      "unit/test_bad_input.py"),
     ("problem/arguments.py", "if rule.broken(call):", "if False:", "unit/test_bad_input.py"),
     ("problem/arguments.py", "if call.state_pool is not None:", "if False:", "unit/test_bad_input.py"),
@@ -169,7 +169,7 @@ MUTANTS: list[Row] = [
     ("runtime/call.py", "self.remember_refusal(str(refusal), given, key)\n            raise", "raise", "unit/test_supports.py"),
     # ---- gradients
     ("runtime/autograd.py", "found[role] = found[role].view(x.shape)", "pass",
-     "unit/test_program.py::test_both_directions_replay"),
+     "unit/test_transforms.py"),
     ("problem/arguments.py", "if x._version != version:", "if False:", "unit/test_parallel.py"),
     ("runtime/autograd.py", '"backward", next(_serials)', '"backward", 0', "unit/test_program.py"),
     ("runtime/torch_ops.py", "by_role.get(role) if is_tensor else None", "None", "unit/test_operators.py"),

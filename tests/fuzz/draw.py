@@ -84,6 +84,15 @@ class Spec:
     def add(self, name: str, place: Place, numbers: Numbers) -> None:
         self.places[name], self.numbers[name] = place, numbers
 
+    def fill(self, name: str, numbers: Numbers, dtype: torch.dtype, **options: Any) -> None:
+        """A dense tensor, of the shape that its numbers have."""
+        self.add(name, dense(numbers(torch.Generator()).shape, dtype, **options), numbers)
+
+    def maybe(self, draw: Random, share: float, **options: Any) -> bool:
+        if found := chance(draw, share):
+            self.options |= options
+        return found
+
     def written(self) -> set[str]:
         inputs = {"commit": set(), "recurrent_kda": set()}.get(self.op, {"initial_state"})
         if self.options.get("update_state") is False:
@@ -135,17 +144,26 @@ def decays(*shape: int, floor: float) -> Numbers:
     return numbers
 
 
-def constant(x: Tensor) -> Numbers:
-    return lambda source: x
+def unset(*shape: int) -> Numbers:
+    return lambda source: torch.full(shape, math.nan)
 
 
-def distinct(count: int, slots: int, null: float = 0.1, lowest: int = 0) -> Numbers:
+def flags(count: int) -> Numbers:
+    return lambda source: torch.rand(count, generator=source) < 0.6
+
+
+def counts(low: int, high: int, count: int) -> Numbers:
+    return lambda source: torch.randint(low, high, (count,), generator=source)
+
+
+def distinct(slots: int, *shape: int) -> Numbers:
     """Indices of different slots; some null, below 0 or past the end."""
+    count = math.prod(shape)
 
     def numbers(source: torch.Generator) -> Tensor:
         found = torch.randperm(max(slots, count), generator=source)[:count]
         odd = torch.tensor([-1, -7, slots, slots + 5, 2**31 - 1])[torch.randint(5, (count,), generator=source)]
-        return torch.where(torch.rand(count, generator=source) < null, odd, found)
+        return torch.where(torch.rand(count, generator=source) < 0.1, odd, found).reshape(shape)
 
     return numbers
 
@@ -230,13 +248,10 @@ def add_tokens(draw: Random, spec: Spec, s: Sizes, dtype: torch.dtype, wide: tup
         spec.add(name, place, made)
     if gate in ("softplus", "lower_bound"):
         if gate == "softplus" or chance(draw, 0.6):
-            shape = draw.choice(((s.HV,), (1, 1, s.HV, 1)))
-            spec.add("A_log", dense(shape, FP32), uniform(*shape, low=-1.0))
+            spec.fill("A_log", uniform(*draw.choice(((s.HV,), (1, 1, s.HV, 1))), low=-1.0), FP32)
         if chance(draw, 0.7):
-            shape = draw.choice(((s.HV * s.K,), (s.HV, s.K)))
-            spec.add("dt_bias", dense(shape, FP32), normal(*shape, shift=-2.0))
-    if chance(draw, 0.3):
-        spec.options["scale"] = draw.choice((0.7, 1, 0.0, -2.0, 0.125))
+            spec.fill("dt_bias", normal(*draw.choice(((s.HV * s.K,), (s.HV, s.K))), shift=-2.0), FP32)
+    spec.maybe(draw, 0.3, scale=draw.choice((0.7, 1, 0.0, -2.0, 0.125)))
 
 
 def add_offsets(draw: Random, spec: Spec, s: Sizes, longest: int | None = None) -> None:
@@ -246,8 +261,7 @@ def add_offsets(draw: Random, spec: Spec, s: Sizes, longest: int | None = None) 
 
 
 def add_pool(draw: Random, spec: Spec, name: str, slots: int, inner: tuple[int, ...], dtype: torch.dtype) -> None:
-    pad = draw.choice((0, 0, 4, 16, 33))
-    spec.add(name, dense((slots, *inner), dtype, pads={0: pad}), normal(slots, *inner))
+    spec.fill(name, normal(slots, *inner), dtype, pads={0: draw.choice((0, 0, 4, 16, 33))})
 
 
 def sizes_of(draw: Random, variant: Random, head_dims: tuple[int, ...], tokens: int) -> Sizes:
@@ -272,8 +286,7 @@ def whole_sequences(op: str, draw: Random, variant: Random, doubles: bool) -> Sp
     spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
     s = sizes_of(draw, variant, (32, 64, 64, 128), 200 if chunked else 40)
     l2norm = chance(variant, 0.7)
-    if chunked and chance(variant, 0.4):
-        spec.options["safe_gate"] = True
+    spec.maybe(variant, 0.4 * chunked, safe_gate=True)
     gate = gate_options(variant, spec)
     wide = variant.choice(((), ("g",), ("g", "beta")))
     add_tokens(draw, spec, s, dtype, wide, l2norm, gate)
@@ -299,26 +312,21 @@ def whole_sequences(op: str, draw: Random, variant: Random, doubles: bool) -> Sp
             checkpoint_buffer(draw, variant, spec, s, inner, dtype)
     if spec.options.get("output_final_state") and not spec.grad and chance(variant, 0.4):
         final = variant.choice((FP32, BF16, FP64) if dtype == FP64 else (FP32, BF16))
-        spec.add("final_state", dense((s.N, *inner), final), lambda source: torch.full((s.N, *inner), math.nan))
+        spec.add("final_state", dense((s.N, *inner), final), unset(s.N, *inner))
         spec.options["output_final_state"] = chance(draw, 0.5)
     if not spec.grad and chance(draw, 0.4):
         shape = (s.B, s.T, s.HV, s.V)
         layout = draw.choice(("dense", "padded", "odd_offset", "head_first"))
-        spec.add("out", token_place(draw, shape, dtype, layout), lambda source: torch.full(shape, math.nan))
+        spec.add("out", token_place(draw, shape, dtype, layout), unset(*shape))
     return spec
 
 
 def chunk_options(draw: Random, variant: Random, spec: Spec, s: Sizes, kind: str) -> None:
-    if chance(variant, 0.3):
-        spec.options["chunk_size"] = 32
-    if kind in ("none", "state") and chance(variant, 0.3):
-        spec.options["return_intermediate_states"] = True
-    if kind == "grad" and chance(variant, 0.4):
-        spec.options["disable_recompute"] = True
-    if chance(variant, 0.25):
-        spec.options["split"] = variant.choice((False, 2, 3))
-    if chance(variant, 0.2):
-        spec.options["batch_invariant"] = True
+    spec.maybe(variant, 0.3, chunk_size=32)
+    spec.maybe(variant, 0.3 * (kind in ("none", "state")), return_intermediate_states=True)
+    spec.maybe(variant, 0.4 * (kind == "grad"), disable_recompute=True)
+    spec.maybe(variant, 0.25, split=variant.choice((False, 2, 3)))
+    spec.maybe(variant, 0.2, batch_invariant=True)
     if s.packed and chance(draw, 0.3):
         spec.on_host["cu_seqlens_cpu"] = "cu_seqlens"
 
@@ -345,9 +353,8 @@ def checkpoint_buffer(
         rows = s.N * M + draw.choice((0, 1, 3))
         add_pool(draw, spec, "checkpoint_states", rows, inner, states)
         shape, own = (s.N,) if M == 1 and chance(draw, 0.5) else (s.N, M), index_dtype(variant)
-        indices = distinct(s.N * M, rows)
-        spec.add("checkpoint_offsets", dense(shape, own), offsets_inside(s, M, shape))
-        spec.add("checkpoint_indices", dense(shape, own), lambda source: indices(source).reshape(shape))
+        spec.fill("checkpoint_offsets", offsets_inside(s, M, shape), own)
+        spec.fill("checkpoint_indices", distinct(rows, *shape), own)
 
 
 def offsets_inside(s: Sizes, M: int, shape: tuple[int, ...]) -> Numbers:
@@ -366,31 +373,16 @@ def pool_of_sequences(
     M = pick(variant, (0, 3), (1, 1), (2, 1)) if spec.op == "chunk_kda" else 0
     slots = s.N * (1 + M) + draw.choice((0, 1, 3))
     add_pool(draw, spec, "state_pool", slots, inner, dtype)
-    if chance(variant, 0.3):
-        spec.options["null_index"] = "non_positive"
-    indices = distinct(s.N * (1 + M), slots)
-    kind = index_dtype(variant)
-    shared: dict[int, Tensor] = {}
-
-    def columns(stop: int, begin: int, *shape: int) -> Numbers:
-        # the slots of sequences and of checkpoints are different ones: both come from one permutation
-        def numbers(source: torch.Generator) -> Tensor:
-            seed = source.initial_seed()
-            if seed not in shared:
-                shared.clear()
-                shared[seed] = indices(torch.Generator().manual_seed(seed))
-            return shared[seed][begin:stop].reshape(shape)
-
-        return numbers
-
-    spec.add("state_indices", dense((s.N,), kind), columns(s.N, 0, s.N))
+    spec.maybe(variant, 0.3, null_index="non_positive")
+    # the slots of sequences and of checkpoints are different ones: both come from one permutation, by one seed
+    indices, kind = distinct(slots, s.N * (1 + M)), index_dtype(variant)
+    spec.fill("state_indices", lambda source: indices(source)[: s.N], kind)
     if chance(variant, 0.5):
-        flags = lambda source: torch.rand(s.N, generator=source) < 0.6  # noqa: E731
-        spec.add("has_initial_state", dense((s.N,), torch.bool), flags)
+        spec.fill("has_initial_state", flags(s.N), torch.bool)
     if M > 0:
         shape = (s.N,) if M == 1 and chance(draw, 0.5) else (s.N, M)
-        spec.add("checkpoint_offsets", dense(shape, kind), offsets_inside(s, M, shape))
-        spec.add("checkpoint_indices", dense(shape, kind), columns(s.N * (1 + M), s.N, *shape))
+        spec.fill("checkpoint_offsets", offsets_inside(s, M, shape), kind)
+        spec.fill("checkpoint_indices", lambda source: indices(source)[s.N :].reshape(shape), kind)
 
 
 def decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
@@ -414,12 +406,11 @@ def decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
     spec.options["state_v_first"] = v_first
     inner = (s.HV, s.V, s.K) if v_first else (s.HV, s.K, s.V)
     state_dtype = variant.choice((FP32, BF16))
-    if chance(variant, 0.3):
-        spec.options["null_index"] = "non_positive"
+    spec.maybe(variant, 0.3, null_index="non_positive")
     states_of_decoding(draw, variant, spec, s, inner, state_dtype, spec_tokens)
     shape = (s.B, s.T, s.HV, s.V)
     if chance(draw, 0.5):
-        spec.add("output", token_place(draw, shape, dtype, "dense"), lambda source: torch.full(shape, math.nan))
+        spec.fill("output", unset(*shape), dtype)
     # without offsets every row is a sequence, or each `1 + num_spec_tokens`
     rows_fit = s.packed or 1 + (spec_tokens or 0) == s.T
     if "initial_state" in spec.places and rows_fit and chance(variant, 0.3):
@@ -444,13 +435,7 @@ def mix(draw: Random, spec: Spec, s: Sizes, dtype: torch.dtype) -> None:
 
 
 def states_of_decoding(
-    draw: Random,
-    variant: Random,
-    spec: Spec,
-    s: Sizes,
-    inner: tuple[int, ...],
-    dtype: torch.dtype,
-    spec_tokens: int | None,
+    draw: Random, variant: Random, spec: Spec, s: Sizes, inner: tuple, dtype: torch.dtype, spec_tokens: int | None
 ) -> None:
     kind = pick(variant, ("none", 1), ("own", 1), ("pool", 4), ("source", 1), ("read", 1 if spec_tokens is None else 6))
     if spec_tokens is not None and kind in ("none", "own"):
@@ -469,25 +454,21 @@ def states_of_decoding(
         spec.options["num_spec_tokens"] = spec_tokens
     if kind == "read":
         spec.options["update_state"] = False
-        spec.add("ssm_state_indices", dense((s.N,), kinds), distinct(s.N, slots))
+        spec.fill("ssm_state_indices", distinct(slots, s.N), kinds)
         if spec_tokens is not None:
             rows = s.N + draw.choice((0, 2))
             if chance(variant, 0.7):
                 add_records(draw, spec, rows, S1, (s.HV, s.K, s.V))
             else:
                 add_pool(draw, spec, "intermediate_states", rows, (S1, *inner), dtype)
-            spec.add("intermediate_state_indices", dense((s.N,), kinds), distinct(s.N, rows))
+            spec.fill("intermediate_state_indices", distinct(rows, s.N), kinds)
         return
-    shape = (s.N,) if spec_tokens is None else (s.N, S1)
-    every = distinct(s.N * S1, slots)
-    spec.add("ssm_state_indices", dense(shape, kinds), lambda source: every(source).reshape(shape))
+    spec.fill("ssm_state_indices", distinct(slots, *((s.N,) if spec_tokens is None else (s.N, S1))), kinds)
     if kind == "source":
         add_pool(draw, spec, "initial_state_source", slots, inner, dtype)
-        spec.add("initial_state_indices", dense((s.N,), kinds), distinct(s.N, slots))
+        spec.fill("initial_state_indices", distinct(slots, s.N), kinds)
     elif spec_tokens is not None and chance(variant, 0.7):
-        counts = lambda source: torch.randint(0, S1 + 2, (s.N,), generator=source).clamp(min=draw_low)  # noqa: E731
-        draw_low = draw.choice((0, 1))
-        spec.add("num_accepted_tokens", dense((s.N,), kinds), counts)
+        spec.fill("num_accepted_tokens", counts(draw.choice((0, 1)), S1 + 2, s.N), kinds)
 
 
 def add_records(draw: Random, spec: Spec, rows: int, tokens: int, sizes: tuple[int, int, int]) -> None:
@@ -517,13 +498,11 @@ def committing(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
         add_records(draw, spec, slots, tokens, inner if not v_first else (inner[0], inner[2], inner[1]))
     else:
         add_pool(draw, spec, "intermediate_states", slots, (tokens, *inner), dtype)
-    spec.add("ssm_state_indices", dense((N,), kinds), distinct(N, slots))
-    counts = lambda source: torch.randint(-1, tokens + 2, (N,), generator=source)  # noqa: E731
-    spec.add("num_accepted_tokens", dense((N,), kinds), counts)
+    spec.fill("ssm_state_indices", distinct(slots, N), kinds)
+    spec.fill("num_accepted_tokens", counts(-1, tokens + 2, N), kinds)
     if chance(variant, 0.5):
-        spec.add("intermediate_state_indices", dense((N,), kinds), distinct(N, slots))
-    if chance(variant, 0.3):
-        spec.options["null_index"] = "non_positive"
+        spec.fill("intermediate_state_indices", distinct(slots, N), kinds)
+    spec.maybe(variant, 0.3, null_index="non_positive")
     return spec
 
 
@@ -534,13 +513,11 @@ def prefilling(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
     gate = variant.choice(("none", "logsigmoid"))
     spec.options["gate"] = gate
     shape = (B, H, T, K)
-    for name, numbers in (("q", normal(*shape)), ("k", unit(*shape)), ("v", normal(*shape))):
-        spec.add(name, dense(shape, FP32), numbers)
     g = decays(*shape, floor=-50.0) if gate == "none" else normal(*shape, shift=2.0)
-    spec.add("g", dense(shape, FP32), g)
-    spec.add("beta", dense(shape[:3], FP32), uniform(*shape[:3], high=1.95))
-    if chance(draw, 0.3):
-        spec.options["scale"] = draw.choice((0.7, 1, -2.0))
+    made = {"q": normal(*shape), "k": unit(*shape), "v": normal(*shape), "g": g, "beta": uniform(*shape[:3], high=1.95)}
+    for name, numbers in made.items():
+        spec.fill(name, numbers, FP32)
+    spec.maybe(draw, 0.3, scale=draw.choice((0.7, 1, -2.0)))
     return spec
 
 
@@ -562,7 +539,7 @@ def wy_stage(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
         "v_new": (dtype, normal(*values)),
         "g": (wide, sums_of_decays(keys)),
         "beta": (variant.choice((wide, dtype)), uniform(s.B, s.T, s.HV)),
-        "A": (same, inverses(s.B, s.T, s.HV, C)),
+        "A": (same, normal(s.B, s.T, s.HV, C, scale=C**-0.5)),
         "h": (same, normal(s.B, NT, s.HV, *inner)),
         "dh": (same, normal(s.B, NT, s.HV, *inner)),
         "do": (dtype, normal(*values)),
@@ -582,11 +559,6 @@ def sums_of_decays(shape: tuple[int, ...]) -> Numbers:
     return lambda source: -(torch.rand(shape, generator=source, dtype=FP64) * 0.1).cumsum(1)
 
 
-def inverses(B: int, T: int, HV: int, C: int) -> Numbers:
-    """Rows of matrices, of which the lower triangles count."""
-    return lambda source: torch.randn(B, T, HV, C, generator=source, dtype=FP64) * C**-0.5
-
-
 def convolving(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
     spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
     wide = FP64 if dtype == FP64 else FP32
@@ -596,11 +568,10 @@ def convolving(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
     shape = (s.B, s.T, D)
     spec.add("x", token_place(draw, shape, dtype, layouts(draw, "x")["x"]), normal(*shape))
     taps = variant.choice(((D, W), (D, 1, W)))
-    spec.add("weight", dense(taps, variant.choice((wide, dtype))), normal(*taps))
+    spec.fill("weight", normal(*taps), variant.choice((wide, dtype)))
     if chance(variant, 0.5):
-        spec.add("bias", dense((D,), variant.choice((wide, dtype))), normal(D))
-    if chance(variant, 0.3):
-        spec.options["activation"] = None
+        spec.fill("bias", normal(D), variant.choice((wide, dtype)))
+    spec.maybe(variant, 0.3, activation=None)
     if s.packed:
         add_offsets(draw, spec, s)
     kind = pick(variant, ("none", 1), ("state", 2), ("pool", 3), ("grad", 3))
@@ -611,12 +582,10 @@ def convolving(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
         slots = s.N + draw.choice((0, 1, 3))
         pads = {0: draw.choice((0, 7)), 1: draw.choice((0, 1))}
         spec.add("state_pool", dense((slots, D, L), states, order, pads), normal(slots, D, L))
-        spec.add("state_indices", dense((s.N,), index_dtype(variant)), distinct(s.N, slots))
-        if chance(variant, 0.3):
-            spec.options["null_index"] = "non_positive"
+        spec.fill("state_indices", distinct(slots, s.N), index_dtype(variant))
+        spec.maybe(variant, 0.3, null_index="non_positive")
         if chance(variant, 0.5):
-            flags = lambda source: torch.rand(s.N, generator=source) < 0.6  # noqa: E731
-            spec.add("has_initial_state", dense((s.N,), torch.bool), flags)
+            spec.fill("has_initial_state", flags(s.N), torch.bool)
     else:
         if kind == "state" or chance(variant, 0.5):
             spec.add("initial_state", dense((s.N, D, L), states, order), normal(s.N, D, L))
@@ -625,10 +594,10 @@ def convolving(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
             length = L if "initial_state" in spec.places else W - 1
             final = (s.N, D, length)
             place = dense(final, variant.choice((wide, dtype)), order)
-            spec.add("final_state", place, lambda source: torch.full(final, math.nan))
+            spec.add("final_state", place, unset(*final))
     if not spec.grad and chance(draw, 0.4):
         layout = draw.choice(("dense", "padded", "odd_offset"))
-        spec.add("out", token_place(draw, shape, dtype, layout), lambda source: torch.full(shape, math.nan))
+        spec.add("out", token_place(draw, shape, dtype, layout), unset(*shape))
     return spec
 
 
@@ -643,7 +612,7 @@ def norming(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
         # rows alike have a norm that rounding may be all of
         layout = layout if layout != "expanded" else "dense"
         spec.add(name, token_place(draw, shape, dtype, layout), normal(*shape))
-    spec.add("weight", dense((V,), variant.choice((wide, dtype))), normal(V))
+    spec.fill("weight", normal(V), variant.choice((wide, dtype)))
     return spec
 
 
@@ -657,12 +626,11 @@ def fused_decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spe
     rows = draw.randint(0, s.N * S1 + 2) if s.packed else s.N * S1
     s.T = rows
     D = 2 * s.H * s.K + s.HV * s.V
-    pads = lambda: {0: draw.choice((0, 0, 8, 24))}  # noqa: E731
-    spec.add("x", dense((rows, D), dtype, pads=pads()), normal(rows, D))
+    spec.fill("x", normal(rows, D), dtype, pads={0: draw.choice((0, 0, 8, 24))})
     taps = variant.choice(((D, W), (D, 1, W), *(((3, W, D // 3),) if s.H == s.HV and s.K == s.V else ())))
-    spec.add("weight", dense(taps, variant.choice((wide, dtype))), normal(*taps, scale=0.5))
+    spec.fill("weight", normal(*taps, scale=0.5), variant.choice((wide, dtype)))
     if chance(variant, 0.5):
-        spec.add("bias", dense((D,), wide), normal(D))
+        spec.fill("bias", normal(D), wide)
     gate = gate_options(variant, spec, decode=True)
     spec.options.pop("use_gate_in_kernel", None)
     spec.options["gate"] = gate
@@ -671,12 +639,12 @@ def fused_decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spe
     spec.options["beta_is_logit"] = "beta_is_logit" in spec.options
     shape = (rows, s.HV, s.K)
     made = decays(*shape, floor=-50.0) if gate == "none" else normal(*shape, shift=2.0 * (gate == "logsigmoid"))
-    spec.add("raw_g", dense(shape, variant.choice((wide, dtype)), pads=pads()), made)
+    spec.fill("raw_g", made, variant.choice((wide, dtype)), pads={0: draw.choice((0, 8))})
     beta = normal(rows, s.HV) if spec.options["beta_is_logit"] else uniform(rows, s.HV, high=1.95)
-    spec.add("raw_beta", dense((rows, s.HV), variant.choice((wide, dtype))), beta)
+    spec.fill("raw_beta", beta, variant.choice((wide, dtype)))
     if gate in ("softplus", "lower_bound"):
-        spec.add("A_log", dense((s.HV,), FP32), uniform(s.HV, low=-1.0))
-        spec.add("dt_bias", dense((s.HV, s.K), FP32), normal(s.HV, s.K, shift=-2.0))
+        spec.fill("A_log", uniform(s.HV, low=-1.0), FP32)
+        spec.fill("dt_bias", normal(s.HV, s.K, shift=-2.0), FP32)
     else:
         spec.options |= {"A_log": None, "dt_bias": None}
     v_first = spec.options["state_v_first"] = chance(variant, 0.7)
@@ -687,30 +655,26 @@ def fused_decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spe
     order = variant.choice(((0, 1, 2), (0, 2, 1)))
     place = dense((slots, D, L), variant.choice((wide, dtype)), order, {0: draw.choice((0, 16))})
     spec.add("conv_state", place, normal(slots, D, L))
-    spec.add("output_gate", dense((rows, s.HV, s.V), dtype, pads=pads()), normal(rows, s.HV, s.V))
-    spec.add("norm_weight", dense((s.V,), variant.choice((wide, dtype))), normal(s.V, shift=1.0))
+    spec.fill("output_gate", normal(rows, s.HV, s.V), dtype, pads={0: draw.choice((0, 24))})
+    spec.fill("norm_weight", normal(s.V, shift=1.0), variant.choice((wide, dtype)))
     kinds, recorded = index_dtype(variant), spec_tokens is not None and chance(variant, 0.5)
     shape = (s.N,) if spec_tokens is None or recorded else (s.N, S1)
-    every = distinct(math.prod(shape), slots)
-    spec.add("state_indices", dense(shape, kinds), lambda source: every(source).reshape(shape))
+    spec.fill("state_indices", distinct(slots, *shape), kinds)
     if spec_tokens is not None:
         spec.options["num_spec_tokens"] = spec_tokens
         if chance(variant, 0.7):
-            counts = lambda source: torch.randint(0, S1 + 2, (s.N,), generator=source)  # noqa: E731
-            spec.add("num_accepted_tokens", dense((s.N,), kinds), counts)
+            spec.fill("num_accepted_tokens", counts(0, S1 + 2, s.N), kinds)
     if recorded:
         buffer = s.N + draw.choice((0, 2))
         add_records(draw, spec, buffer, S1, (s.HV, s.K, s.V))
-        spec.add("intermediate_state_indices", dense((s.N,), kinds), distinct(s.N, buffer))
+        spec.fill("intermediate_state_indices", distinct(buffer, s.N), kinds)
     if s.packed:
         add_offsets(draw, spec, s, S1)
-    if chance(variant, 0.3):
-        spec.options["null_index"] = "non_positive"
-    if chance(variant, 0.3):
-        spec.options["scale"] = 0.7
+    spec.maybe(variant, 0.3, null_index="non_positive")
+    spec.maybe(variant, 0.3, scale=0.7)
     if chance(draw, 0.5):
         shape_of_o = (1, rows, s.HV, s.V) if s.packed else (s.N, S1, s.HV, s.V)
-        spec.add("output", dense(shape_of_o, dtype), lambda source: torch.full(shape_of_o, math.nan))
+        spec.fill("output", unset(*shape_of_o), dtype)
     return spec
 
 

@@ -1,4 +1,4 @@
-"""How a drawn call is run: plain, repeated, refilled, from a CUDA graph, on two streams, from threads, beside neighbours."""
+"""How a drawn call is run: plain, repeated, refilled, from a CUDA graph, from threads on streams, beside neighbours."""
 
 from __future__ import annotations
 
@@ -145,12 +145,8 @@ class Case:
         written = self.spec.written()
         claims = self.claims
         for name, memory in self.contents.memories.items():
-            free: list[tuple] = []
-            if name in ("out", "output") or (name in written and claims is None):
-                free = [()]
-            elif name in written:
-                free = [claim.index for claim in claims if claim.target == name]
-            if name in self.odd & written:
+            free = [claim.index for claim in claims or () if claim.target == name and name in written]
+            if name in ("out", "output") or (name in written and (claims is None or name in self.odd)):
                 free = [()]
             if memory.changed(self.before[name], free):
                 raise AssertionError(f"{name}: bytes changed that the call must not write")
@@ -183,33 +179,21 @@ class Case:
             others = (truth.gradients_of(self.spec.op, shaken(self.call, n), grads["o"], final) for n in range(SHAKES))
             slack = SLACK * max(float((other[name] - x).norm()) for other in others)
             if not error <= allowed * (size + 0.1 * most) + slack:
-                raise AssertionError(
-                    f"gradient of {name}: off by {error:.3g} of {size:.3g}, allowed {allowed:.3g} of it"
-                )
+                raise AssertionError(f"gradient of {name}: off by {error:.3g} of {size:.3g}, allowed {allowed:.3g}")
 
 
 def hold_claims(spec: Spec, call: dict, claims: list[truth.Claim], results: Results) -> None:
-    first = first_of(call)
-    by_group: dict[object, list[truth.Claim]] = {}
-    for claim in claims:
-        by_group.setdefault(claim.group, []).append(claim)
-    for group, own in by_group.items():
-        # a comparison with NaN is false
-        if group is not None and not all(bool((c.want.abs() <= LARGE).all()) for c in own if c.want is not None):
+    dtype = first_of(call).dtype
+    # a comparison with NaN is false
+    wild = {c.group for c in claims if c.want is not None and not bool((c.want.abs() <= LARGE).all())} - {None}
+    for place, claim in enumerate(claims):
+        if claim.want is None or claim.group in wild:
             continue
-        for claim in own:
-            if claim.want is None:
-                continue
-            where = results if claim.target in RESULTS[spec.op] else call
-            try:
-                hold_claim(claim, where, first.dtype)
-            except AssertionError:
-                hold_claim(
-                    claim,
-                    where,
-                    first.dtype,
-                    slack_of(spec, call, next(i for i, x in enumerate(claims) if x is claim), claims),
-                )
+        where = results if claim.target in RESULTS[spec.op] else call
+        try:
+            hold_claim(claim, where, dtype)
+        except AssertionError:
+            hold_claim(claim, where, dtype, slack_of(spec, call, place, claims))
 
 
 SHAKES, SLACK = 3, 4
@@ -343,28 +327,6 @@ def graphed(case: Case, device: torch.device, seed: int) -> None:
         case.hold(results)
 
 
-def streamed(case: Case, device: torch.device, seed: int) -> None:
-    if device.type != "cuda":
-        return
-    cases = [case, case.twin(seed + 1, device)]
-    want = [outcome(each) for each in cases]
-    for each in cases:
-        each.restore()
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in cases]
-    found: list[Results] = [{}, {}]
-    for last in (False, True):
-        for i, each in enumerate(cases):
-            with torch.cuda.stream(streams[i]):
-                each.restore()
-                found[i] = {name: x.clone() for name, x in each.run().items()}
-                if last:
-                    found[i] |= writes(each)
-    torch.cuda.synchronize()
-    for each, results, wanted in zip(cases, found, want):
-        assert_same(results, wanted, each, "beside another stream")
-
-
 def threaded(case: Case, device: torch.device, seed: int) -> None:
     cases = [case, *(case.twin(seed + i, device) for i in (1, 2))]
     want = [outcome(each) for each in cases]
@@ -420,24 +382,23 @@ MODES: dict[str, Mode] = {
     "repeated": repeated,
     "refilled": refilled,
     "graph": graphed,
-    "streams": streamed,
     "threads": threaded,
     "neighbours": neighboured,
 }
 
 
 @contextlib.contextmanager
-def named(mode: str) -> Iterator[None]:
-    """Says of a failure in which mode it came."""
+def attributed(said: str) -> Iterator[None]:
+    """Says of a failure where it came."""
     try:
         yield
     except Exception as error:
-        raise AssertionError(f"{mode}: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{said}: {type(error).__name__}: {error}") from error
 
 
 def check(spec: Spec, device: torch.device, seed: int) -> None:
     """Runs the call in every mode."""
     known: dict[int, Wanted] = {}
     for mode, test in MODES.items():
-        with named(mode):
+        with attributed(mode):
             test(Case(spec, device, seed, known), device, seed)

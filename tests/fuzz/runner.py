@@ -10,13 +10,13 @@ import datetime
 import functools
 import itertools
 import multiprocessing
-import shlex
 import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
@@ -43,6 +43,7 @@ class Outcome:
 
 
 def run_case(part: str, seed: int, number: int, device: torch.device) -> Outcome:
+    torch.set_num_threads(1)
     spec = draw_spec(seed, number, device)
     own = zlib.crc32(f"{part} {seed}/{number}".encode())
     before, device_checks.ON_CPU = device_checks.ON_CPU, False  # the reference stands for a GPU: indices may be wild
@@ -56,8 +57,8 @@ def run_case(part: str, seed: int, number: int, device: torch.device) -> Outcome
 
 
 def rerun_line(found: Outcome, seed: int, device: torch.device) -> str:
-    words = ["python", "-m", "tests.fuzz", "--part", found.part, "--seed", seed, "--case", found.number]
-    return shlex.join(map(str, [*words, "--device", device]))
+    case = f"--part {found.part} --seed {seed} --case {found.number} --device {device}"
+    return f"python -m tests.fuzz {case}"
 
 
 SAVED_EVERY = 10.0
@@ -87,82 +88,54 @@ class Tally:
         if found.verdict == "failed" or time.monotonic() - self.saved > SAVED_EVERY:
             self.save()
 
-    def total(self, verdict: str) -> int:
-        return sum(n for (_, _, own), n in self.counts.items() if own == verdict)
-
     @functools.cached_property
     def environment(self) -> dict:
         return environment(self.device)
 
+    def total(self, verdict: str) -> int:
+        return sum(n for (_, _, own), n in self.counts.items() if own == verdict)
+
     def save(self) -> None:
+        self.saved = time.monotonic()
         if self.file is not None:
             save_json(self.document(), self.file)
-        self.saved = time.monotonic()
 
     def document(self) -> dict:
-        rows = [
-            {"part": part, "op": op, "verdict": verdict, "cases": n}
-            for (part, op, verdict), n in sorted(self.counts.items())
-        ]
+        names = ("part", "op", "verdict")
+        rows = [dict(zip(names, key)) | {"cases": n} for key, n in sorted(self.counts.items())]
         backends = "kernels" if self.device.type == "cuda" else "reference alone: no GPU"
-        stated = {"seed": self.seed, "seconds": round(time.monotonic() - self.started, 1), "jobs": self.jobs}
-        stated |= {"ran": backends, "cases": self.counts.total()}
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        about = {"benchmark": "fuzz", "date": now, "environment": self.environment}
-        return about | stated | {"rows": rows, "failures": self.failures}
+        about = {"benchmark": "fuzz", "date": now, "environment": self.environment, "seed": self.seed}
+        about |= {"seconds": round(time.monotonic() - self.started, 1), "jobs": self.jobs, "ran": backends}
+        return about | {"cases": self.counts.total(), "rows": rows, "failures": self.failures}
 
 
-def numbers(worker: int, jobs: int, most: int | None, until: float) -> Iterator[int]:
-    number = worker
-    while time.monotonic() < until and (most is None or number < most):
-        yield number
-        number += jobs
-
-
-def work(
-    worker: int, jobs: int, parts: tuple, seed: int, device: str, most: int | None, until: float, out: Connection
-) -> None:
-    """One process: every `jobs`-th case of each part."""
-    torch.set_num_threads(1)
-    for number in numbers(worker, jobs, most, until):
-        for part in parts:
-            found = run_case(part, seed, number, torch.device(device))
-            out.send(found)
-            if "CUDA error" in found.message:
-                # nothing runs in this process any more
-                return
-    out.close()
-
-
-def run_all(tally: Tally, jobs: int, parts: tuple, most: int | None, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    if jobs == 1:
-        for number in numbers(0, 1, most, until):
-            for part in parts:
-                tally.add(run_case(part, tally.seed, number, tally.device))
+def run_all(tally: Tally, cases: Iterator[tuple[str, int]], until: float) -> None:
+    """In as many processes as there are jobs. Of one that ends, all cases that ran failed."""
+    due = iter(lambda: next(cases, None) if time.monotonic() < until else None, None)
+    if tally.jobs == 1:
+        for part, number in due:
+            tally.add(run_case(part, tally.seed, number, tally.device))
         return
-    context, running = multiprocessing.get_context("spawn"), {}
-    for worker in range(jobs):
-        reader, writer = context.Pipe(duplex=False)
-        arguments = (worker, jobs, parts, tally.seed, str(tally.device), most, until, writer)
-        process = context.Process(target=work, args=arguments, daemon=True)
-        process.start()
-        writer.close()
-        due = ((number, part) for number in itertools.count(worker, jobs) for part in parts)
-        running[reader] = process, due
-    while running:
-        for reader in wait(running):
-            process, due = running[reader]
+    while True:
+        running: dict[Future, tuple[str, int]] = {}
+        with ProcessPoolExecutor(tally.jobs, multiprocessing.get_context("spawn")) as pool:
             try:
-                tally.add(reader.recv())
-                next(due)
-            except EOFError:
-                del running[reader]
-                process.join()
-                if process.exitcode != 0:
-                    number, part = next(due)
+                while True:
+                    for part, number in itertools.islice(due, tally.jobs - len(running)):
+                        running[pool.submit(run_case, part, tally.seed, number, tally.device)] = part, number
+                    if not running:
+                        return
+                    for done in wait(running, return_when=FIRST_COMPLETED).done:
+                        found = done.result()
+                        del running[done]
+                        tally.add(found)
+                        if "CUDA error" in found.message:  # nothing runs in its process any more
+                            raise BrokenProcessPool
+            except BrokenProcessPool:
+                for part, number in running.values():
                     op = draw_spec(tally.seed, number, tally.device).op
-                    tally.add(Outcome(part, number, op, "failed", f"its process ended with {process.exitcode}"))
+                    tally.add(Outcome(part, number, op, "failed", "a process ended"))
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -175,28 +148,20 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     parser.add_argument("--json", type=Path, help="file for counts, seed and failures")
-    asked = parser.parse_args(arguments)
-    if asked.json is not None and asked.case is not None:
-        parser.error("--json: a single case is no run of its seed")
-    return asked
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = parsed(arguments)
-    parts = PARTS if asked.part is None else (asked.part,)
     tally = Tally(asked.seed, torch.device(asked.device), asked.jobs, asked.json)
-    torch.set_num_threads(1)
-    if asked.case is not None:
-        for part in parts:
-            found = run_case(part, asked.seed, asked.case, tally.device)
-            print(f"{found.op}: {found.verdict}  {found.message}")
-            tally.add(found)
-    else:
-        try:
-            run_all(tally, asked.jobs, parts, asked.cases, asked.seconds)
-        finally:
-            tally.save()
-        verdicts = ", ".join(f"{tally.total(x)} {x}" for x in ("right", "refused", "failed"))
-        where = "on the GPU" if tally.device.type == "cuda" else "on the CPU, by the reference alone"
-        print(f"seed {asked.seed}: {tally.counts.total()} cases {where}: {verdicts}")
-    return 1 if tally.total("failed") else 0
+    numbers = itertools.count() if asked.cases is None else range(asked.cases)
+    numbers = numbers if asked.case is None else (asked.case,)
+    try:
+        parts = [asked.part] if asked.part else PARTS
+        run_all(tally, ((part, number) for number in numbers for part in parts), time.monotonic() + asked.seconds)
+    finally:
+        tally.save()
+    verdicts = ", ".join(f"{tally.total(x)} {x}" for x in ("right", "refused", "failed"))
+    where = "on the GPU" if tally.device.type == "cuda" else "on the CPU, by the reference alone"
+    print(f"seed {asked.seed}: {tally.counts.total()} cases {where}: {verdicts}")
+    return int(tally.total("failed") > 0)

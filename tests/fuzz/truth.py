@@ -324,10 +324,8 @@ def unmixed(c: dict) -> dict:
     H = (mixed.shape[1] - HV * V) // (2 * K)
     q, k = mixed[:, : 2 * H * K].reshape(*leading, 2, H, K).unbind(2)
     v = mixed[:, mixed.shape[1] - HV * V :].reshape(*leading, HV, V)
-    return c | {
-        **{"q": q, "k": k, "v": v},
-        **{"g": c["g"].reshape(*leading, HV, K), "beta": c["beta"].reshape(*leading, HV)},
-    }
+    g, beta = c["g"].reshape(*leading, HV, K), c["beta"].reshape(*leading, HV)
+    return c | {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
 
 def commit(c: dict) -> list[Claim]:
@@ -477,10 +475,7 @@ def fused(c: dict) -> list[Claim]:
     taps = c["weight"].mT if c["weight"].dim() == 3 and c["weight"].shape[1] != 1 else c["weight"]
     taps = taps.reshape(x.shape[1], -1)
     W = taps.shape[1]
-    pools = [
-        Slots("conv_state", windows, c.get("null_index", "negative")),
-        Slots("state", state, c.get("null_index", "negative")),
-    ]
+    pools = [Slots(name, c[name], c.get("null_index", "negative")) for name in ("conv_state", "state")]
     indices = c["state_indices"].clone()
     indices = indices[:, None] if indices.dim() == 1 else indices
     mixed, moved = torch.zeros_like(x), {}
@@ -501,18 +496,18 @@ def fused(c: dict) -> list[Claim]:
         for place, value in enumerate(inputs[1:] if length > 0 else ()):
             at = (slot, slice(None), place)
             moved[slot, place] = Claim("conv_state", at, None if (slot, place) in moved else value, group=s.number)
-    kept = (
-        "A_log",
-        "dt_bias",
-        "scale",
-        "gate",
-        "use_qk_l2norm_in_kernel",
-        "allow_neg_eigval",
-        "cu_seqlens",
-        "state_v_first",
-    )
-    kept += ("null_index", "num_spec_tokens", "intermediate_states", "intermediate_state_indices")
-    step = {name: c[name] for name in kept if name in c}
+    own = {
+        "x",
+        "weight",
+        "bias",
+        "conv_state",
+        "output_gate",
+        "norm_weight",
+        "norm_eps",
+        "output",
+        "num_accepted_tokens",
+    }
+    step = {name: x for name, x in c.items() if name not in own | {"raw_g", "raw_beta", "state", "state_indices"}}
     step |= {"lower_bound": c.get("lower_bound", -5.0), "use_gate_in_kernel": True, "initial_state": state}
     step |= {"beta_is_logit": c.get("beta_is_logit", True), "update_state": records is None, "mixed_qkv": mixed}
     step |= {"g": c["raw_g"].reshape(len(x), HV * K), "beta": c["raw_beta"].reshape(len(x), HV)}

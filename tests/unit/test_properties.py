@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import flashdelta as fd
 
-from ..support.cases import BF16, FP32, Case
-from ..support.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
+from ..support.cases import FP32, Case
+from ..support.inputs import TOKEN_TENSORS, make_call, narrow
 from ..support.oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
 
 FP64 = torch.float64
@@ -67,23 +67,6 @@ def assert_same(got: tuple, want: tuple) -> None:
     assert_close("final_state", got[1], want[1], 2 * state_tolerance(FP64, got[1].dtype))
 
 
-@given(calls())
-def test_chunked_is_recurrent(drawn: tuple[Case, dict]):
-    _, call = drawn
-    assert_same(fd.chunk_kda(**call), fd.fused_recurrent_kda(**as_recurrent(call)))
-
-
-@given(calls(packed=True))
-def test_packed_is_a_loop_over_sequences(drawn: tuple[Case, dict]):
-    case, call = drawn
-    o, state = fd.chunk_kda(**call)
-    alone = [fd.chunk_kda(**one) for one in sequence_calls(call)]
-    want_o = torch.cat([call["v"][:, :0], *(one[0] for one in alone)], dim=1)
-    want_state = torch.cat([state[:0], *(one[1] for one in alone)])
-    assert state.shape[0] == len(case.lengths)
-    assert_same((o, state), (want_o, want_state))
-
-
 def in_pieces(call: dict, cuts: list[int], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`o` and the final state of a call cut at these tokens, which carries the state from piece to piece."""
     outputs = []
@@ -127,42 +110,6 @@ def test_prefill_then_decode_is_one_prefill(drawn: tuple[Case, dict]):
         outputs.append(o)
     assert_close("o", torch.cat(outputs, dim=1), whole[0], state_tolerance(FP64, whole[1].dtype))
     assert_close("final_state", state, whole[1].double(), 2 * state_tolerance(FP64, whole[1].dtype))
-
-
-@given(calls(), st.randoms(use_true_random=False))
-def test_heads_permute(drawn: tuple[Case, dict], random):
-    """Key heads with their groups of value heads, in any order: the results come in that order."""
-    case, call = drawn
-    order = list(range(case.H))
-    random.shuffle(order)
-    group = case.HV // case.H
-    value_order = [h * group + i for h in order for i in range(group)]
-    moved = dict(call)
-    for name, heads in (("q", order), ("k", order), ("v", value_order), ("g", value_order), ("beta", value_order)):
-        moved[name] = call[name][:, :, heads]
-    if "A_log" in call:
-        moved["A_log"] = call["A_log"][value_order]
-    if "dt_bias" in call:
-        moved["dt_bias"] = call["dt_bias"].view(case.HV, case.K)[value_order].flatten()
-    if "initial_state" in call:
-        moved["initial_state"] = call["initial_state"][:, value_order]
-    o, state = fd.chunk_kda(**call)
-    assert_same(fd.chunk_kda(**moved), (o[:, :, value_order], state[:, value_order]))
-
-
-@given(calls())
-def test_grouped_heads_are_repeated_key_heads(drawn: tuple[Case, dict]):
-    case, call = drawn
-    repeated = {name: call[name].repeat_interleave(case.HV // case.H, dim=2) for name in ("q", "k")}
-    assert_same(fd.chunk_kda(**call | repeated), fd.chunk_kda(**call))
-
-
-@given(calls(), st.sampled_from([0.0, -0.25, 3.0]))
-def test_output_scales_with_scale(drawn: tuple[Case, dict], factor: float):
-    case, call = drawn
-    o, state = fd.chunk_kda(**call)
-    scaled = fd.chunk_kda(**call | {"scale": factor * case.K**-0.5})
-    assert_same(scaled, (factor * o, state))
 
 
 @given(calls(), st.sampled_from([0.0, -2.0, 0.3]))
@@ -229,10 +176,3 @@ def test_a_batch_rows_bits_do_not_depend_on_its_neighbours(drawn: tuple[Case, di
     o_again, state_again = fd.chunk_kda(**call | {name: call[name][rows] for name in per_row})
     assert same_bits(o_again, o[rows])
     assert same_bits(state_again, state[rows])
-
-
-@given(calls(dtype=BF16))
-def test_same_call_same_bits(drawn: tuple[Case, dict]):
-    _, call = drawn
-    for a, b in zip(fd.chunk_kda(**call), fd.chunk_kda(**call)):
-        assert same_bits(a, b)

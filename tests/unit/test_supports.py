@@ -50,7 +50,6 @@ def test_a_good_call_is_supported_and_explained(op: Callable, start: str):
     assert fd.supports(op, **call, backend="reference").reason == answers[0].reason
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("refusal", refusals(REFUSED))
 def test_what_is_refused_is_not_supported(refusal: Refusal):
     good, call = refusal.calls()
@@ -59,7 +58,7 @@ def test_what_is_refused_is_not_supported(refusal: Refusal):
     assert answers[0] == answers[1] and not answers[0] and answers[0].backend is None
 
     def raised(**arguments: object) -> None:
-        raise refusal.error(answers[0].reason)
+        raise ValueError(answers[0].reason)
 
     refusal.expect(raised, call)
 
@@ -179,45 +178,9 @@ def test_traced_questions_are_answered(op: Callable, start: str):
     assert found.tolist() == [2.0] * 3 and backend == "reference" and reason.startswith("backend: got 'none'")
 
 
-def lazy(x: object) -> Any:
-    return torch._lazy_clone(x) if isinstance(x, Tensor) else x
-
-
-@every_operator
-def test_lazy_clones_stay_clones(op: Callable, start: str):
-    """Asked about first, or after a call like it."""
-    call = good_call(op, start)
-    if "out" in inspect.signature(op).parameters:
-        call["out"] = torch.empty_like(call["x" if "x" in call else "v"])
-    source = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
-    clones = {name: lazy(x) for name, x in source.items()}
-    wanted = fd.supports(op, **call)
-    assert fd.supports(op, **clones) == wanted == (True, "reference", wanted.reason)
-    tensors = [x for some in (source, clones) for x in some.values() if isinstance(x, Tensor)]
-    assert tensors and all(map(torch._C._is_cow_tensor, tensors))
-
-
 def inferred(x: Tensor) -> Tensor:
     with torch.inference_mode():
         return x.clone()
-
-
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
-@pytest.mark.parametrize("name", ["q", "g", "dt_bias", "cu_seqlens"])
-def test_inference_tensors_are_not_saved_for_gradients(op: Callable, name: str):
-    call = good_call(op, "packed")
-    call["v"].requires_grad_()
-    assert fd.supports(op, **call)
-    call[name] = inferred(call[name])
-    for _ in range(2):
-        assert fd.supports(op, **call).reason.startswith(
-            f"{name}: got an inference tensor with inputs that require grad"
-        )
-    with pytest.raises(ValueError, match=f"{name}: got an inference tensor"):
-        op(**call)
-    with torch.no_grad():
-        assert fd.supports(op, **call)
-        op(**call)
 
 
 @pytest.fixture
@@ -234,7 +197,7 @@ def test_distributed_tensors_are_refused_by_name(names: tuple, mesh: Any):
 
     call = good_call(fd.chunk_kda, "plain")
     call |= {name: DTensor.from_local(call[name], mesh, [Replicate()]) for name in names}
-    reason = f"{names[0]}: got a DTensor, wanted the part of it that is here (to_local())"
+    reason = f"{names[0]}: got DTensor, wanted a torch.Tensor"
     assert fd.supports(fd.chunk_kda, **call) == (False, None, reason)
     with pytest.raises(TypeError, match=re.escape(reason)):
         fd.chunk_kda(**call)
@@ -251,7 +214,7 @@ def fla_context(mesh: Any, cu_seqlens: Tensor, **changes: object) -> Any:
 
 @pytest.mark.parametrize("kind", [lambda x: x, contexts.as_context], ids=("FLA", "ours"))
 def test_what_a_context_brings_is_looked_at(kind: Callable, mesh: Any):
-    """Whether its offsets can be saved, and whether what is written lies in them."""
+    """Whether what is written lies in its offsets."""
     call = good_call(fd.chunk_kda, "packed")
     offsets = call.pop("cu_seqlens").int()
     call = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
@@ -261,10 +224,6 @@ def test_what_a_context_brings_is_looked_at(kind: Callable, mesh: Any):
     inside = memory.flatten()[: len(offsets) * 4].view(torch.int32)[: len(offsets)].copy_(offsets)
     shared = taken | {"out": memory, "cp_context": kind(fla_context(mesh, inside))}
     assert "memory shared with cu_seqlens" in fd.supports(fd.chunk_kda, **shared).reason
-    call["v"].requires_grad_()
-    assert fd.supports(fd.chunk_kda, **call, cp_context=kind(fla_context(mesh, offsets)))
-    answer = fd.supports(fd.chunk_kda, **call, cp_context=kind(fla_context(mesh, inferred(offsets))))
-    assert "an inference tensor with inputs that require grad" in answer.reason
 
 
 # ---- calls that a kernel runs or nobody ---------------------------------------------------------------------------------

@@ -36,21 +36,13 @@ def is_plain(x: object) -> bool:
     )
 
 
-def is_distributed(x: Tensor) -> bool:
-    """Whether `x` is a `DTensor`. Of whoever has one its module is imported, which takes long."""
-    return isinstance(x, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
-
-
-def is_negative(x: Tensor) -> bool:
-    """Whether `x` stands for the negative of its memory, as `z.conj().imag` does. A traced call never sees that."""
-    return not torch.compiler.is_compiling() and x.is_neg()
-
-
 def resolved(x: Tensor) -> Tensor:
-    """`x` as memory has it; with memory, if it is known to be zeros."""
-    if not torch.compiler.is_compiling() and x._is_zerotensor():
+    """`x` as memory has it; with memory, if it is known to be zeros. A traced call sees neither."""
+    if torch.compiler.is_compiling():
+        return x
+    if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return x.resolve_neg() if is_negative(x) else x
+    return x.resolve_neg() if x.is_neg() else x
 
 
 # ---- options ------------------------------------------------------------------------------------------------------------
@@ -232,17 +224,16 @@ def shape_of(x: Tensor) -> str:
 
 def check_tensor(name: str, x: object) -> None:
     """Refuses what is no tensor that has elements at strides."""
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or type(x).__name__ == "DTensor":
         raise TypeError(f"{name}: got {type(x).__name__}, wanted a torch.Tensor")
     if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").lstrip("_")
-        raise TypeError(f"{name}: got a {kind} tensor, wanted a dense (strided) one")
-    if not is_plain(x) and is_distributed(x):
-        raise TypeError(f"{name}: got a DTensor, wanted the part of it that is here (to_local())")
+        raise TypeError(f"{name}: got layout {'nested' if x.is_nested else x.layout}, wanted torch.strided")
 
 
 def check_strides(name: str, x: Tensor, dense: int, written: bool) -> None:
     """Refuses a tensor whose last `dense` dimensions are not contiguous, or one to be written whose elements overlap."""
+    if written and not torch.compiler.is_compiling() and x.is_neg():
+        raise wrong(name, "a view with the negative bit", "memory that is written as it is")
     if x.numel() == 0:
         return
     inner = 1
@@ -264,13 +255,6 @@ def ascending(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     for pair in pairs:
         found.insert(sum(1 for other in found if other[0] <= pair[0]), pair)
     return found
-
-
-def check_saved(inputs: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Refuses what can't be saved for a backward pass."""
-    for name, x in inputs if not torch.compiler.is_compiling() else ():
-        if x is not None and x.is_inference():
-            raise wrong(name, "an inference tensor with inputs that require grad", "torch.no_grad() or a clone of it")
 
 
 def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
@@ -302,21 +286,11 @@ def has_address(x: Tensor) -> bool:
     return is_plain(x) and x.device.type != "meta" and not is_wrapped(x)
 
 
-is_lazy = torch._C._is_cow_tensor
-"""Whether a tensor's storage is a lazy clone, or has one: the first question for a tensor's address copies it, so that storages
-share no memory with each other. Tensors of other layouts than strided ones are no arguments of it."""
-
-
-def memory(x: Tensor) -> tuple[int, int, int] | None:
-    """Whose memory it is, and where a tensor begins and ends there; None of one without addresses. Two that share an owner
-    share memory where their ranges meet: interleaved slices of one buffer, too."""
+def memory(x: Tensor) -> tuple[int, int] | None:
+    """Where a tensor begins and ends; None of one without addresses. Interleaved slices of one buffer share memory, too."""
     if x.numel() == 0 or not has_address(x):
         return None
-    if is_lazy(x):
-        owner, begin = x.untyped_storage()._cdata, x.storage_offset() * x.element_size()
-    else:
-        owner, begin = 0, x.data_ptr()
-    return owner, begin, begin + extent(x)
+    return x.data_ptr(), x.data_ptr() + extent(x)
 
 
 NO_TENSORS: dict[str, Any] = dict.fromkeys(ROLES)
@@ -416,9 +390,6 @@ class Operation:
         self._check_dtypes_and_devices(call, present)
         for argument, x in present:
             written = argument.written_by(call)
-            if (written or x.dtype == torch.bool) and is_negative(x):  # nothing is the negative of a bool
-                wanted = "memory to be written as it is" if written else "flags as memory has them"
-                raise wrong(self.name_of(argument.role), "a view with the negative bit", wanted)
             if argument.dense or written:
                 check_strides(self.name_of(argument.role), x, argument.dense, written)
         self.check_overlaps(vars(call))
@@ -496,7 +467,7 @@ class Operation:
             written = places.get(role)
             for other in others if written is not None else ():
                 place = places.get(other)
-                if place is not None and place[0] == written[0] and place[1] < written[2] and written[1] < place[2]:
+                if place is not None and place[0] < written[1] and written[0] < place[1]:
                     raise wrong(self.name_of(role), f"memory shared with {self.name_of(other)}", "memory of its own")
 
     def _check_gradients(self, call: Any, present: list[tuple[Argument, Tensor]]) -> None:
@@ -518,7 +489,6 @@ class Operation:
         if call.out is not None:
             got = "a tensor that requires grad" if call.out.requires_grad else "a tensor with inputs that require grad"
             raise wrong("out", got, "one that takes no gradient, and None when an input requires grad")
-        check_saved((self.name_of(argument.role), x) for argument, x in present)
 
 
 def _canonical_shapes(t: Tensors) -> Tensors:

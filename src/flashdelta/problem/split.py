@@ -132,7 +132,7 @@ def known_lengths(offsets: Any, chunk_size: Any, q: Any) -> tuple[int, int] | No
     if not isinstance(q, torch.Tensor) or q.is_nested or q.dim() != 4:
         return 0, 0
     try:
-        content = None if torch._C._is_cow_tensor(offsets) else offsets.numpy().tobytes()  # NumPy would make it copy
+        content = offsets.numpy().tobytes()
     except (RuntimeError, TypeError):  # of a tensor without memory of its own, or without NumPy
         content = None
     if content is None:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend, Recording
-from ..problem.arguments import check_saved, note_offsets, refuse_changed_offsets, resolved
+from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
 from ..problem.problem import BACKWARD, Problem, Tensors, inputs_of
 from ..program.cache import LaunchCache
 
@@ -52,12 +52,7 @@ class Differentiable:
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
         """Of tensors as the caller passed them. `addresses`: for a `Recording`, whose place in the launch cache this has."""
-        inputs = [tensors[i] for i in self.places]
-        try:
-            return self.apply(*inputs)
-        except RuntimeError:
-            check_saved(zip(self.inputs, inputs))
-            raise
+        return self.apply(*[tensors[i] for i in self.places])
 
     def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:
         """`o` and `final_state`, with the gradients that the inputs require."""

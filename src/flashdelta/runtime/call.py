@@ -83,13 +83,12 @@ class Call:
         for_kernel = isinstance(given["backend"], str) and given["backend"] == backends.KERNEL
         problem, t, backend = self.check_for_kernel(given, key) if for_kernel else self.check_on_all_ranks(given)
         tracing = torch.compiler.is_compiling()
-        wrapped = not tracing and any(map(is_wrapped, t.present().values()))
         inside = not tracing and is_transformed()
-        if wrapped and backend.name == "reference":
+        if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
             if problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
-            return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
-        if tracing or wrapped or (inside and problem.requires_grad) or not all(map(is_plain, t.present().values())):
+            return backend.build(problem, t).run()  # the reference: plain PyTorch, which every transform takes
+        if tracing or not all(map(is_plain, t.present().values())):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             found = torch_ops.call(problem, t, backend.name)
             if not tracing:
@@ -124,9 +123,7 @@ class Call:
         problem, t = self.operation.check(given, dry=dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
-            self.refuse_transformed(t, given)
-            if backend.name != "reference" or self.operation.no_gradients:
-                self.refuse_tangents(t)
+            self.check_transforms(problem, t, given, backend.name == "reference")
         return problem, t, backend
 
     def check_for_kernel(self, given: Mapping[str, Any], key: Key) -> tuple[Problem, Tensors, backends.Backend]:
@@ -184,23 +181,22 @@ class Call:
         bound.apply_defaults()
         return bound.arguments
 
-    def refuse_transformed(self, t: Tensors, given: Mapping[str, Any]) -> None:
-        """Of tensors inside transforms of `torch.func`, where one of the caller's is written: it has room for one result of
-        `vmap`, and outside of another transform for none of what is inside."""
-        present, name_of = t.present(), self.operation.name_of
-        written = [role for role in self.operation.written(given) if role in present]
-        outside = next((role for role in written if not is_wrapped(present[role])), None)
-        for role, x in present.items() if written else ():
-            if torch._C._functorch.is_batchedtensor(x) or (outside is not None and is_wrapped(x)):
-                wanted = f"one outside it ({name_of(outside or written[0])} is written in place)"
-                raise wrong(name_of(role), "a tensor inside a transform of torch.func", wanted)
-
-    def refuse_tangents(self, t: Tensors) -> None:
-        """Of forward-mode derivatives, which only the reference has."""
-        why = self.operation.no_gradients or 'backend="reference" has forward-mode gradients'
-        for role, x in t.present().items() if forward_ad._current_level >= 0 else ():
-            if forward_ad.unpack_dual(x).tangent is not None:
-                raise wrong(self.operation.name_of(role), "a tensor with a forward-mode tangent", f"none ({why})")
+    def check_transforms(self, problem: Problem, t: Tensors, given: Mapping[str, Any], plain: bool) -> None:
+        """Refuses tensors inside transforms of `torch.func`, and with forward-mode tangents. Calls that are `plain` PyTorch
+        take both, unless they write a tensor of the caller's, which has no room for what is inside a transform."""
+        inside, tangents = is_transformed(), forward_ad._current_level >= 0
+        if not inside and not tangents:
+            return
+        name_of, no_gradients, present = self.operation.name_of, self.operation.no_gradients, t.present()
+        written = next((role for role in self.operation.written(given) if role in present), None)
+        for role, x in present.items():
+            transformed = is_wrapped(x) or (inside and problem.requires_grad and x.requires_grad)
+            if transformed and not (plain and written is None):
+                why = f"{name_of(written)} is written in place" if plain and written else 'or backend="reference"'
+                raise wrong(name_of(role), "a tensor inside a transform of torch.func", f"one outside of it ({why})")
+            if tangents and not (plain and no_gradients is None) and forward_ad.unpack_dual(x).tangent is not None:
+                why = no_gradients or 'backend="reference" has forward-mode gradients'
+                raise wrong(name_of(role), "a tensor with a forward-mode tangent", f"none ({why})")
 
     def refuse(self, tensors: Sequence[Tensor | None]) -> None:
         """Of a call whose tensors overlap: says which."""

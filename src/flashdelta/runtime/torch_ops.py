@@ -7,7 +7,7 @@ other programs call by its name, takes a call as its caller made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -163,10 +163,7 @@ def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
         return dict(zip(problem.results(), torch.ops.kda_prefill.forward(*rows, problem.chunk_size, **options)))
     operator = operator_of(problem, t)
     arguments = operator.arguments(problem, t, backend)
-    if operator.name in GRADIENTS and torch._C._are_functorch_transforms_active():
-        found = _Transformed.apply(operator, *arguments)
-    else:
-        found = operator.call(*arguments)
+    found = operator.call(*arguments)
     results = dict(zip(operator.results, found if isinstance(found, (tuple, list)) else (found,)))
     results |= t.given()
     return {name: results[name] for name in problem.results()}
@@ -191,8 +188,6 @@ class Gradients:
         self.call = getattr(torch.ops.flashdelta, name)
         torch.library.register_autograd(f"flashdelta::{forward.name}", self.differentiate, setup_context=_save_inputs)
         torch.library.register_autograd(qualified, refuse_second)
-        torch.library.register_vmap(f"flashdelta::{forward.name}", _one_by_one(forward.call))
-        torch.library.register_vmap(qualified, _one_by_one(self.call))
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
@@ -209,29 +204,9 @@ class Gradients:
     def differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple:
         saved = iter(ctx.saved_tensors)
         arguments = [next(saved) if is_tensor else x for x, is_tensor in zip(ctx.arguments, ctx.is_tensor)]
-        given = (*grads[: self.incoming], *arguments)
-        transformed = torch._C._are_functorch_transforms_active()
-        by_role = dict(
-            zip(self.roles, (_TransformedBackward.apply(self, *given) if transformed else self.call(*given)))
-        )
+        by_role = dict(zip(self.roles, self.call(*grads[: self.incoming], *arguments)))
         places = zip((*self.forward.roles, *[None] * len(arguments)), ctx.is_tensor)
         return tuple(by_role.get(role) if is_tensor else None for role, is_tensor in places)
-
-
-def _one_by_one(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Inside `torch.func.vmap`: the call of each place of the batch, its results side by side."""
-
-    def rule(info: Any, places: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        found = [
-            call(*(x if place is None else x.select(place, i) for x, place in zip(arguments, places)))
-            for i in range(info.batch_size)
-        ]
-        if isinstance(found[0], Tensor):
-            return torch.stack(found), 0
-        results = tuple(map(torch.stack, zip(*found)))
-        return results, (0,) * len(results)
-
-    return rule
 
 
 def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -249,36 +224,3 @@ GRADIENTS = {
     )
 }
 """By the name of the operator."""
-
-# The same inside transforms of `torch.func`, which know nothing of `register_autograd`.
-
-
-class _Transformed(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(operator: Operator, *arguments: Any) -> Any:
-        return operator.call(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.operator = inputs[0]
-        _save_inputs(ctx, inputs[1:], output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        return None, *GRADIENTS[ctx.operator.name].differentiate(ctx, *grads)
-
-
-class _TransformedBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gradients: Gradients, *arguments: Any) -> Any:
-        return gradients.call(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
-
-    backward = staticmethod(refuse_second)
