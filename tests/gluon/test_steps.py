@@ -17,7 +17,6 @@ from flashdelta.parallel import context_parallel
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, on_gpu
 from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, buffer_truth
 from ..support.cases import BF16, FP32, Case
-from ..support.inputs import TOKEN_TENSORS
 from ..support.oracle import (
     assert_close,
     covered_tokens,
@@ -184,31 +183,6 @@ def test_the_second_of_two_ranks_goes_on_to_the_bit(K: int, v_first: bool):
     cut = Cut(steps_call(replace(LONG, K=K, lengths=(6, 134), v_first=v_first)) | {"output_final_state": True}, 2)
     found, wanted = cut.over_ranks(), cut.whole()
     assert all(same_bits(found[name], x) for name, x in wanted.items())
-
-
-def test_many_heads_over_ranks(monkeypatch: pytest.MonkeyPatch):
-    """As many as it takes, without a word about splits."""
-    monkeypatch.undo()
-    call = steps_call(replace(LONG, H=32, HV=32, lengths=(6, 134))) | {"output_final_state": True, "split": "auto"}
-    cut = Cut(call, 2)
-    with mock.patch.object(build, "prepare_steps", wraps=build.prepare_steps) as ran:
-        found = cut.over_ranks()
-    assert ran.call_count == 2
-    assert all(same_bits(found[name], x) for name, x in cut.whole().items())
-
-
-def test_batch_rows_over_ranks():
-    call = steps_call(replace(LONG, B=2, T=150)) | {"output_final_state": True}
-    wanted = fd.chunk_kda(**float64(call) | {"backend": "reference"})
-
-    def run(group):
-        tokens = slice(0, 64) if group.rank() == 0 else slice(64, 150)
-        own = {name: call[name][:, tokens] for name in TOKEN_TENSORS}
-        return fd.chunk_kda(**call | own, group=group)
-
-    (first, _), (second, final_state) = on_ranks(2, run)
-    assert_close("o", torch.cat([first, second], dim=1), wanted[0], tolerance_of(call))
-    assert_close("final_state", final_state, wanted[1], tolerance_of(call))
 
 
 def test_a_pool_over_ranks():

@@ -11,29 +11,21 @@ import torch
 import flashdelta as fd
 
 from ..support.cases import BF16, FP32, case_id
-from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step
+from ..support.decoding import SINGLE_BF16, STEPS, Step, make_step
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
     OTHER_ROUNDS,
+    RECORD_CHECKS,
     REPLAYED,
-    SPOILT,
     WHOLE_HEADS,
-    accepted_steps,
-    check_floor,
     check_replay,
     check_rounds,
-    check_rows_of_records,
-    check_spoilt_token,
     check_step,
-    check_strong_decays,
-    check_wild_counts,
     counts_of,
     replay_buffer,
 )
-from ..support.inputs import TOKEN_TENSORS, narrow
-from ..support.oracle import assert_close, float64, one_rounding, relative_error, same_bits
-from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, overlapping, peer, whole_heads, write_late
-from .calls import KIMI as PROMPT
+from ..support.oracle import float64, relative_error, same_bits
+from .calls import CALLS_TO_A_REPLAY, captured, compilations, overlapping, peer, whole_heads, write_late
 
 pytestmark = pytest.mark.gpu
 
@@ -71,29 +63,6 @@ def test_step(step: Step, dtype: torch.dtype, backend: str):
 def test_step_of_few_by_the_kernel_for_many(step: Step, other_backend: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.hopper.decode.DECODE_FEW", 0)
     check_step(fd.recurrent_kda, step, BF16, other_backend, "cuda")
-
-
-@pytest.mark.parametrize("step", MODELS, ids=case_id)
-def test_a_repeated_step_has_its_own_tensors(step: Step, backend: str):
-    """Later calls of a kind run by a plan that an earlier one left."""
-    for seed in range(CALLS_TO_A_REPLAY + 2):
-        check_step(fd.recurrent_kda, step, BF16, backend, "cuda", seed)
-
-
-def test_a_repeated_step_is_checked_as_the_first(backend: str):
-    call = make_step(KIMI, BF16, "cuda") | {"backend": backend}
-    output = torch.empty_like(call["v"])
-    for _ in range(CALLS_TO_A_REPLAY):
-        fd.recurrent_kda(**call, output=output)
-    for wrong in ({"beta": call["beta"][:, :, :-1]}, {"k": call["k"].float()}, {"v": call["v"].cpu()}):
-        with pytest.raises((ValueError, TypeError)):
-            fd.recurrent_kda(**call | wrong, output=output)
-    pool = call["initial_state"]
-    inside = pool[0].view(-1).view(BF16)[: output.numel()].view(output.shape)
-    for name, shared in (("v", call["v"]), ("initial_state", inside)):
-        for _ in range(CALLS_TO_A_REPLAY):
-            with pytest.raises(ValueError, match=f"^output: got memory shared with {name}"):
-                fd.recurrent_kda(**call, output=shared)
 
 
 def test_no_allocation_with_output(backend: str):
@@ -161,24 +130,6 @@ def test_slots_of_a_commit_that_the_kernel_before_writes_late(before: int, state
         assert same_bits(committed(slots, True), want)
 
 
-SHARED = (*TOKEN_TENSORS, "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel")
-SHARED += ("use_qk_l2norm_in_kernel", "state_v_first")
-"""Arguments that `recurrent_kda` has by the same names as `chunk_kda`."""
-
-
-@pytest.mark.parametrize("v_first", [True, False])
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_one_step_is_the_last_token_of_a_prefill(state: torch.dtype, v_first: bool, backend: str):
-    call = gpu_call(fd.chunk_kda, replace(PROMPT, B=2, T=77, v_first=v_first))
-    want, want_state = fd.chunk_kda(**call)
-    _, before = fd.chunk_kda(**narrow(call, 0, 76))
-    pool = before.to(state)
-    last = {name: x for name, x in narrow(call, 76, 77).items() if name in SHARED}
-    o, _ = fd.recurrent_kda(**last, initial_state=pool, beta_is_logit=True, backend=backend)
-    assert_close("o", o, want[:, -1:], 1e-2)
-    assert_close("state", pool, want_state, 6e-3 + one_rounding(state))
-
-
 def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
     """In a bf16 state, which is rounded after every token."""
     fla = pytest.importorskip("fla.ops.kda.fused_recurrent")
@@ -207,23 +158,6 @@ def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
     assert sum(errors["ours"]) <= 1.02 * sum(errors["fla"])
 
 
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backend: str):
-    """Read-only verification of 4 tokens, then commit of 1 to 4 of them, against single steps."""
-    step = replace(KIMI, T=4, B=4, spec=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
-    call = make_step(step, BF16, "cuda") | {"backend": backend}
-    accepted = torch.tensor([1, 4, 2, 3], device="cuda", dtype=torch.int32)
-    outputs, pool = accepted_steps(call, accepted)
-    o, _ = fd.recurrent_kda(**call)
-    committed = ("initial_state", "intermediate_states", "ssm_state_indices", "intermediate_state_indices")
-    fd.commit(**{name: call[name] for name in committed}, num_accepted_tokens=accepted, backend=backend)
-    tolerance = 6e-3 if state == FP32 else 3e-2  # single steps round the state between tokens
-    assert_close("o", o[0, :1], outputs[0][0], tolerance)
-    assert_close("o", o[1], torch.cat([x[1] for x in outputs]), tolerance)
-    kept = [0, 3]
-    assert_close("pool", call["initial_state"][kept], pool[kept], tolerance)
-
-
 REPLAYS = [
     *REPLAYED,
     replace(VERIFY, name="kimi"),
@@ -250,47 +184,19 @@ def test_a_replay_of_whole_heads(step: Step, other_backend: str):
         check_replay(step, BF16, other_backend, "cuda")
 
 
-@pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: dict, backend: str):
-    check_rounds(200, backend, "cuda", state=state, dtype=BF16, **{"K": 64} | other)
+ROUNDS = [*({"K": 64, "state": state} | other for state in (FP32, BF16) for other in OTHER_ROUNDS)]
+ROUNDS += [{"K": 64, "S": 16, "gate": gate} for gate in ("lower_bound", "softplus")]
 
 
-@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
-def test_many_rounds_of_seventeen_tokens(gate: str, backend: str):
-    check_rounds(200, backend, "cuda", S=16, K=64, dtype=BF16, gate=gate)
+@pytest.mark.parametrize("options", ROUNDS, ids=str)
+def test_many_rounds_of_replay_are_steps_one_by_one(options: dict, backend: str):
+    check_rounds(200, backend, "cuda", dtype=BF16, **options)
 
 
-def test_which_rows_of_records_are_written_and_emptied(backend: str):
-    check_rows_of_records(backend, "cuda", K=64, dtype=BF16)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("tokens", [16, 17])
-def test_tokens_at_the_floor_of_the_gate(tokens: int, dtype: torch.dtype, backend: str):
-    check_floor(tokens, backend, "cuda", dtype=dtype)
-
-
-@pytest.mark.parametrize("tokens", [4, 7, 16, 17])
-@pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
-def test_decays_without_a_bound(gate: str, tokens: int, backend: str):
-    check_strong_decays(gate, tokens, backend, "cuda", dtype=BF16)
-
-
-def test_wild_counts_of_records(backend: str):
-    check_wild_counts(backend, "cuda")
-
-
-@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
-@pytest.mark.parametrize(("name", "token"), SPOILT)
-def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str, backend: str):
-    check_spoilt_token(name, token, gate, backend, "cuda", K=128, dtype=BF16)
-
-
-@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str, backend: str):
-    check_spoilt_token(name, 16, gate, backend, "cuda", K=128, dtype=BF16, S=16)
+@pytest.mark.parametrize(("K", "dtype"), [(64, FP32), (64, BF16), (128, BF16)], ids=str)
+@pytest.mark.parametrize("name", RECORD_CHECKS)
+def test_records(name: str, K: int, dtype: torch.dtype, backend: str):
+    RECORD_CHECKS[name](backend=backend, device="cuda", K=K, dtype=dtype)
 
 
 def test_whole_heads_in_many_rounds(other_backend: str):
@@ -390,15 +296,3 @@ def test_more_than_2_31_elements_in_a_pool(backend: str):
     o, _ = fd.recurrent_kda(**call | {"initial_state": pool, "ssm_state_indices": far})
     assert same_bits(o, want)
     assert same_bits(pool[far.long()], call["initial_state"][:3])
-
-
-@pytest.mark.parametrize("name", ["paged", "spec_packed", "verify_rows"])
-def test_nan_stays_in_its_sequence(name: str, backend: str):
-    step = BY_NAME[name]
-    clean, spoiled = (make_step(step, BF16, "cuda") | {"backend": backend} for _ in range(2))
-    first = 1 if step.lengths is None else step.lengths[0]
-    at = (slice(0, 1), slice(None)) if step.lengths is None else (slice(None), slice(0, first))
-    spoiled["v"][at] = torch.nan
-    (want, _), (o, _) = (fd.recurrent_kda(**call) for call in (clean, spoiled))
-    got, want = (x.flatten(0, 1)[first : step.tokens] for x in (o, want))
-    assert same_bits(got, want)

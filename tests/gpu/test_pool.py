@@ -11,14 +11,7 @@ import flashdelta as fd
 
 from ..support.cases import BF16, FP32
 from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import (
-    assert_close,
-    covered_tokens,
-    one_rounding,
-    poisoned_memory,
-    same_bits,
-    tolerance_of,
-)
+from ..support.oracle import assert_close, covered_tokens, one_rounding, poisoned_memory, same_bits, tolerance_of
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
@@ -32,7 +25,7 @@ from ..support.pools import (
     pool_id,
     pool_truth,
 )
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, compilations, on_gpu, requested_bytes
+from .calls import KIMI, UNBOUNDED, compilations, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -102,25 +95,6 @@ def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: st
 @pytest.mark.parametrize("pool_case", [*PLAIN_POOLS, *MODELS], ids=pool_id)
 def test_recurrent_bf16(pool_case: PoolCase, backend: str):
     check(fd.fused_recurrent_kda, replace(pool_case, marks=None), BF16, backend)
-
-
-@pytest.mark.parametrize("pool_case", MODELS, ids=pool_id)
-def test_a_repeated_call_has_its_own_pool(pool_case: PoolCase, op, backend: str):
-    """Later calls of a kind run by a plan that an earlier one left."""
-    calls = [gpu_pool_call(op, pool_case, BF16, backend, seed) for seed in range(CALLS_TO_A_REPLAY + 2)]
-    for call in calls:
-        want_o, want_pool = pool_truth(call)
-        o, _ = op(**call)
-        assert_close("o", o, want_o, tolerance_of(call))
-        assert_close("pool", call["state_pool"], want_pool, tolerance_of(call))
-
-
-def test_checkpoints_at_chunk_ends_change_no_bit(backend: str):
-    pool_case = replace(PREFILL, marks=(128, 0, 0, 64, 64), mark_slots=(1, 0, 0, 3, 6))
-    call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend)
-    plain = gpu_pool_call(fd.chunk_kda, replace(pool_case, marks=None), BF16, backend)
-    assert_same_bits(fd.chunk_kda(**call), fd.chunk_kda(**plain))
-    assert same_bits(call["state_pool"][[0, 4, 5, 7]], plain["state_pool"][[0, 4, 5, 7]])
 
 
 # ---- how calls run --------------------------------------------------------------------------------------------------

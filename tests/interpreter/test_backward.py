@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from flashdelta.triton import segments, wy
 
 from ..support.cases import BF16, BY_NAME, HARD_CASES, LENGTH_CASES, Case, case_id
 from ..support.gradients import (
+    assert_first_is_its_own,
     assert_nan_stays,
     check_gate_sums,
     gradients,
@@ -223,47 +225,6 @@ def test_gradients_of_split_sequences_of_wide_states():
     assert all(error <= TOLERANCE for error in errors.values()), errors
 
 
-def test_what_was_kept_goes_with_the_graph():
-    call = make_call(KINDS["T33"]) | KEPT | {"output_final_state": False}
-    v = call["v"].requires_grad_()
-    o = fd.chunk_kda(**call)[0]
-    _, names = o.grad_fn.call
-    kept = [weakref.ref(x.untyped_storage()) for x in o.grad_fn.saved_tensors[-len(names) :]]
-    (first,) = torch.autograd.grad(o.sum(), v, retain_graph=True)
-    assert len(kept) == 4 and all(x() is not None for x in kept)
-    (second,) = torch.autograd.grad(o.sum(), v)
-    gc.collect()
-    assert torch.equal(first, second) and [x() for x in kept] == [None] * 4
-
-
-def test_gradients_have_their_inputs_dtypes():
-    call = make_call(small(KINDS["gva2"]), torch.float16)
-    call |= {name: call[name].float() for name in ("g", "beta")}
-    grads = incoming(call)
-    found = gradients(call | {"backend": "triton"}, *grads)
-    assert {name: x.dtype for name, x in found.items()} == {name: call[name].dtype for name in found}
-    assert all(found[name].shape == call[name].shape for name in found)
-    assert_gradients(found, true_gradients(call, *grads), 1e-2)
-
-
-def test_packed_gradients_are_those_of_each_sequence():
-    case = replace(KINDS["packed"], lengths=(17, 0, 40))
-    call = make_call(case) | KEPT
-    grad_o, grad_final = incoming(call)
-    together = gradients(call, grad_o, grad_final)
-    begin = 0
-    for n, length in enumerate(case.lengths):
-        own = slice(begin, begin + length)
-        begin += length
-        alone = call | {name: call[name][:, own] for name in TOKEN_TENSORS}
-        alone |= {"cu_seqlens": torch.tensor([0, length]), "initial_state": call["initial_state"][n : n + 1]}
-        found = gradients(alone, grad_o[:, own], grad_final[n : n + 1])
-        for name in TOKEN_TENSORS:
-            assert torch.equal(found[name], together[name][:, own]), name
-        assert torch.equal(found["initial_state"], together["initial_state"][n : n + 1])
-
-
-def test_nan_stays_in_its_sequence():
-    case = replace(KINDS["packed"], lengths=(17, 40))
-    call = make_call(case) | KEPT
-    assert_nan_stays(call)
+@pytest.mark.parametrize("hold", [assert_first_is_its_own, assert_nan_stays])
+def test_a_sequence_s_gradients_are_its_own(hold: Callable):
+    hold(make_call(replace(KINDS["packed"], lengths=(17, 40))) | KEPT)

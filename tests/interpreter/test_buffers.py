@@ -10,16 +10,8 @@ import torch
 
 import flashdelta as fd
 
-from ..support.buffers import (
-    BY_NAME,
-    BufferCase,
-    buffer_call,
-    buffer_id,
-    buffer_truth,
-    by_pieces,
-    untouched_rows,
-)
-from ..support.cases import BF16, FP16, FP32
+from ..support.buffers import BY_NAME, BufferCase, buffer_call, buffer_id, buffer_truth, by_pieces, untouched_rows
+from ..support.cases import BF16, FP32
 from ..support.decoding import memory_of
 from ..support.oracle import (
     TOLERANCE,
@@ -46,13 +38,10 @@ SIZES: dict[str, dict] = {
 }
 """As few chunks as show the thing."""
 
-MARKS = {
-    "offsets_batch": {"marks": ((48, 64), (0, 16)), "mark_rows": ((3, 4), (0, 5))},
-}
-
 
 def small(name: str) -> BufferCase:
-    buffer_case = replace(BY_NAME[name], **MARKS.get(name, {}))
+    two = {"marks": ((48, 64), (0, 16)), "mark_rows": ((3, 4), (0, 5))} if name == "offsets_batch" else {}
+    buffer_case = replace(BY_NAME[name], **two)
     return replace(buffer_case, case=replace(buffer_case.case, **{"HV": 1} | SIZES.get(name, {})))
 
 
@@ -91,17 +80,6 @@ def check(buffer_case: BufferCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("buffer_case", SMALL + SPLIT, ids=buffer_id)
 def test_chunk(buffer_case: BufferCase):
     check(buffer_case, FP32)
-
-
-def test_chunk_fp16():
-    """Packed, with a final state."""
-    check(small("every_packed"), FP16)
-
-
-def test_regular_checkpoints_are_rows_of_h():
-    call = buffer_call(replace(small("every_packed"), case=replace(small("every_packed").case, h=True), gap=0))
-    *_, h = fd.chunk_kda(**call, backend="triton")
-    assert same_bits(call["checkpoint_states"][:3], h[0, :3])
 
 
 @pytest.mark.parametrize("name", ["only_final", "only_final_bf16"])

@@ -13,15 +13,8 @@ from hypothesis import given, settings
 import flashdelta as fd
 from flashdelta.triton.device.sequences import find_chunk
 
-from ..support.cases import BF16, FP16, FP32
-from ..support.oracle import (
-    TOLERANCE,
-    assert_close,
-    covered_tokens,
-    poisoned_memory,
-    same_bits,
-    state_tolerance,
-)
+from ..support.cases import BF16, FP32
+from ..support.oracle import TOLERANCE, assert_close, covered_tokens, poisoned_memory, same_bits, state_tolerance
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,
@@ -92,11 +85,6 @@ def check(op, pool_case: PoolCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("pool_case", PLAIN + CHECKPOINTS, ids=pool_id)
 def test_chunk(pool_case: PoolCase):
     check(fd.chunk_kda, pool_case, FP32)
-
-
-def test_chunk_fp16():
-    """V first, packed, int32, with checkpoints."""
-    check(fd.chunk_kda, next(p for p in CHECKPOINTS if p.name == "several"), FP16)
 
 
 @pytest.mark.parametrize("pool_case", BY_TOKEN, ids=pool_id)
