@@ -161,16 +161,15 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
     forward, split = {"prepare_kernel", "recurrence_kernel"}, {"transitions_kernel", "compose_kernel"}
     backward = {"reverse_kernel", "wy_kernel", "intra_kernel", "gate_sums_kernel", "finish_kernel"}
     alone = {
+        *("prepare_bounded_kernel", "output_kernel", "copy_kernel", "strided_copy_kernel", "plan_kernel"),
+        *("commit_kernel", "clear_kernel", "merge_kernel", "decode_kernel", "fused_decode_kernel", "verify_kernel"),
         *(
-            "prepare_bounded_kernel",
-            "output_kernel",
-            "copy_kernel",
-            "strided_copy_kernel",
-            "plan_kernel",
-            "commit_kernel",
+            "replay_kernel",
+            "norm_kernel",
+            "norm_backward_kernel",
+            "convolution_kernel",
+            "convolution_checkpoints_kernel",
         ),
-        *("clear_kernel", "merge_kernel", "decode_kernel", "fused_decode_kernel", "verify_kernel", "replay_kernel"),
-        *("norm_kernel", "norm_backward_kernel", "convolution_kernel", "convolution_checkpoints_kernel"),
         *("convolution_backward_kernel", "store_ends_kernel", "sums_kernel"),
     }
     assert portable == forward | split | backward | alone

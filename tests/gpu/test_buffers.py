@@ -32,7 +32,7 @@ from ..support.oracle import (
     same_bits,
     tolerance_of,
 )
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, compilations, on_gpu, requested_bytes
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, compilations, on_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -106,20 +106,6 @@ def check(buffer_case: BufferCase, dtype: torch.dtype, backend: str) -> None:
 
 
 # ---- how calls run --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("buffer_case", MODELS[:2], ids=buffer_id)
-def test_buffers_cost_no_memory(buffer_case: BufferCase, backend: str):
-    """But for what checkpoints inside chunks add to the workspace."""
-    call = gpu_buffer_call(buffer_case, BF16, backend) | {"split": False}
-    call["out"] = torch.empty_like(call["v"])
-    plain = {name: x for name, x in call.items() if not name.startswith(("checkpoint", "final"))}
-    for one in (call, plain):
-        fd.chunk_kda(**one)
-    _, _, peak = requested_bytes(lambda: fd.chunk_kda(**call))
-    _, _, least = requested_bytes(lambda: fd.chunk_kda(**plain))
-    N, M = (5, 2) if buffer_case.every is None else (0, 0)
-    assert peak <= least + N * M * 4 * (2 * (3 * 64 * 128 + 2 * 64 * 64) + 4 * 128) + 4096
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from ..support.decoding_checks import (
     replay_buffer,
 )
 from ..support.oracle import float64, relative_error, same_bits
-from .calls import CALLS_TO_A_REPLAY, captured, compilations, overlapping, peer, whole_heads, write_late
+from .calls import CALLS_TO_A_REPLAY, captured, check_late, compilations, overlapping, peer, whole_heads
 
 pytestmark = pytest.mark.gpu
 
@@ -76,60 +77,6 @@ def test_no_allocation_with_output(backend: str):
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-@overlapping
-@pytest.mark.parametrize("before", [0, 511, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
-@pytest.mark.parametrize("N", [1, 64])
-def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend: str):
-    """A kernel that starts early may see what the indices were before; what counts is what they are."""
-    step = replace(KIMI, H=8, HV=8, B=64, slots=512, gap=0, indices=tuple(range(64)), state=BF16)
-    call = make_step(step, BF16, "cuda") | {"backend": backend}
-    call |= {name: call[name][:N] for name in ("q", "k", "v", "g", "beta")}
-    wanted = torch.randperm(256, device="cuda")[:N].int() + 128
-    pool = call["initial_state"]
-    want_pool = pool.clone()
-    want, _ = fd.recurrent_kda(**call | {"initial_state": want_pool, "ssm_state_indices": wanted})
-    indices = torch.empty_like(wanted)
-    given = call | {"ssm_state_indices": indices}
-    for _ in range(CALLS_TO_A_REPLAY):
-        indices.copy_(wanted)
-        fd.recurrent_kda(**given | {"initial_state": pool.clone()})
-    for _ in range(20):
-        indices.fill_(before)
-        used = pool.clone()
-        write_late[(1,)](indices, wanted, N, 2000, num_warps=1, launch_pdl=True)
-        o, _ = fd.recurrent_kda(**given | {"initial_state": used})
-        assert same_bits(o, want)
-        assert same_bits(used, want_pool)
-
-
-@overlapping
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("before", [0, -1, 2**30], ids=["a slot", "no slot", "far outside"])
-def test_slots_of_a_commit_that_the_kernel_before_writes_late(before: int, state: torch.dtype, backend: str):
-    N, S, HV = 64, 3, 2
-    records = torch.randn(fd.replay_buffer(N, S, HV, 128, 128).shape, device="cuda")
-    records[:, 0, :, counts_of(128, 128)] = 1.0 + S
-    pool = torch.randn(256, HV, 128, 128, device="cuda").to(state)
-    wanted = torch.randperm(128, device="cuda")[:N].int() + 128
-    rows, accepted = (x.int() for x in (torch.arange(N, device="cuda"), torch.full((N,), 1 + S, device="cuda")))
-    slots = torch.empty_like(wanted)
-
-    def committed(given: torch.Tensor, late: bool) -> torch.Tensor:
-        states, own = pool.clone(), records.clone()
-        if late:
-            given.fill_(before)
-            write_late[(1,)](given, wanted, N, 2000, num_warps=1, launch_pdl=True)
-        fd.commit(states, own, given, accepted, intermediate_state_indices=rows, backend=backend)
-        return states
-
-    want = committed(wanted, False)
-    slots.copy_(wanted)
-    for _ in range(CALLS_TO_A_REPLAY):
-        assert same_bits(committed(slots, False), want)
-    for _ in range(20):
-        assert same_bits(committed(slots, True), want)
-
-
 def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
     """In a bf16 state, which is rounded after every token."""
     fla = pytest.importorskip("fla.ops.kda.fused_recurrent")
@@ -156,6 +103,39 @@ def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
             errors["fla"].append(relative_error(theirs, exact))
     print({name: [f"{x:.2e}" for x in found[::5]] for name, found in errors.items()})
     assert sum(errors["ours"]) <= 1.02 * sum(errors["fla"])
+
+
+@overlapping
+@pytest.mark.parametrize("before", [0, 511, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
+@pytest.mark.parametrize("N", [1, 64])
+def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend: str):
+    step = replace(KIMI, H=8, HV=8, B=64, slots=512, gap=0, indices=tuple(range(64)), state=BF16)
+    call = make_step(step, BF16, "cuda") | {"backend": backend}
+    call |= {name: call[name][:N] for name in ("q", "k", "v", "g", "beta")}
+
+    def prepare(indices: torch.Tensor) -> Callable[[], list]:
+        pool = call["initial_state"].clone()
+        return lambda: [fd.recurrent_kda(**call | {"initial_state": pool, "ssm_state_indices": indices})[0], pool]
+
+    check_late(prepare, torch.randperm(256, device="cuda")[:N].int() + 128, before)
+
+
+@overlapping
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("before", [0, -1, 2**30], ids=["a slot", "no slot", "far outside"])
+def test_slots_of_a_commit_that_the_kernel_before_writes_late(before: int, state: torch.dtype, backend: str):
+    N, S, HV = 64, 3, 2
+    records = torch.randn(fd.replay_buffer(N, S, HV, 128, 128).shape, device="cuda")
+    records[:, 0, :, counts_of(128, 128)] = 1.0 + S
+    pool = torch.randn(256, HV, 128, 128, device="cuda").to(state)
+    rows, accepted = (x.int() for x in (torch.arange(N, device="cuda"), torch.full((N,), 1 + S, device="cuda")))
+
+    def prepare(slots: torch.Tensor) -> Callable[[], list]:
+        states, own = pool.clone(), records.clone()
+        given = {"intermediate_state_indices": rows, "backend": backend}
+        return lambda: [fd.commit(states, own, slots, accepted, **given), states][1:]
+
+    check_late(prepare, torch.randperm(128, device="cuda")[:N].int() + 128, before)
 
 
 REPLAYS = [

@@ -460,21 +460,3 @@ def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
         # beside them only what is there in place of an absent state
         assert peak <= kept + workspace + 1024
         del results
-
-
-# ---- repeated calls -------------------------------------------------------------------------------------------------
-
-
-def test_a_repeated_call_is_checked_as_the_first(backend: str):
-    """Another shape, dtype, stride or device is another call."""
-    call = gpu_call(fd.chunk_kda, KIMI, BF16, backend)
-    for _ in range(CALLS_TO_A_REPLAY):
-        fd.chunk_kda(**call)
-    for wrong in ({"beta": call["beta"][:, :-1]}, {"k": call["k"].float()}, {"v": call["v"].cpu()}, {"scale": "1"}):
-        with pytest.raises((ValueError, TypeError)):
-            fd.chunk_kda(**call | wrong)
-    out = torch.empty_like(call["v"])
-    for _ in range(CALLS_TO_A_REPLAY):
-        fd.chunk_kda(**call, out=out)
-    with pytest.raises(ValueError, match="memory shared with v"):
-        fd.chunk_kda(**call, out=call["v"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from ..support.fused import FUSED_STEPS, FusedStep, make_fused
 from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused
 from ..support.oracle import TOLERANCE, assert_close, same_bits
 from ..support.pools import copied as laid_out_alike
-from .calls import CALLS_TO_A_REPLAY, overlapping, write_late
+from .calls import check_late, overlapping
 
 pytestmark = pytest.mark.gpu
 
@@ -102,24 +103,14 @@ def test_a_thousand_calls_have_the_same_bits(name: str, backend: str):
 @pytest.mark.parametrize("before", [0, 39, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
 @pytest.mark.parametrize("name", ["heads_12", "heads_12_bf16", "gva8_model", "many_bf16"])
 def test_indices_that_the_kernel_before_writes_late(name: str, before: int, backend: str):
-    """A kernel that starts early may see what the indices were before; what counts is what they are."""
-    step = BY_NAME[name]
-    call = make_fused(step, BF16, "cuda")
-    first = copied(call)
-    want = fd.fused_kda_decode(**first, backend=backend)
-    wanted = call["state_indices"].clone()
-    for _ in range(20):
-        used = copied(call)
-        # of a length that one program writes
-        indices = torch.full((64,), before, device="cuda", dtype=wanted.dtype)
-        late = torch.nn.functional.pad(wanted, (0, 64 - len(wanted)))
-        given = used | {"state_indices": indices[: len(wanted)]}
-        for _ in range(CALLS_TO_A_REPLAY):
-            fd.fused_kda_decode(**copied(given), backend=backend)
-        write_late[(1,)](indices, late, 64, 2000, num_warps=1, launch_pdl=True)
-        o = fd.fused_kda_decode(**given, backend=backend)
-        assert same_bits(o, want)
-        assert all(same_bits(used[x], first[x]) for x in WRITTEN if x in used)
+    call = make_fused(BY_NAME[name], BF16, "cuda")
+
+    def prepare(indices: torch.Tensor) -> Callable[[], list]:
+        given = copied(call) | {"state_indices": indices}
+        written = [given[x] for x in WRITTEN if x in given]
+        return lambda: [fd.fused_kda_decode(**given, backend=backend), *written]
+
+    check_late(prepare, call["state_indices"].clone(), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
