@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import segments
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
@@ -29,7 +27,7 @@ from ..support.ranks import Cut, incoming_of
 from ..support.virtual import on_ranks
 from ..support.wy import BY_NAME as WY_CASES
 from ..support.wy import WyCase, errors, exact, make_wy
-from .interpreter import hopper_on_cpu, interpreted
+from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
 
@@ -228,21 +226,3 @@ def test_batch_rows_of_two_ranks_have_the_bits_of_one():
         wanted = step(slice(None), True)
     joined = [final_state, grad, *(torch.cat(x, dim=1) for x in zip(first, second))]
     assert all(same_bits(x, y) for x, y in zip(joined, wanted, strict=True)) and not cleared.any()
-
-
-@pytest.mark.parametrize(("lengths", "each"), [((128, 64), [1] * 4), ((192,), [1] * 4 + [2] * 4)])
-def test_all_ctas_work_where_no_m_is_wanted(lengths: tuple[int, ...], each: list[int]):
-    """Slices of transitions by CTA, of the first two of three ranks: four heads have one of b each, and of M too on a rank that
-    a sequence spans."""
-    call = hopper_call(replace(KIMI, H=1, HV=4, K=64, V=64, lengths=lengths))
-    function, scanned = interpreted(segments.scan), list[Any]()
-    real = function.python
-
-    def noted(ring: Any, results: Any, states: Any, at: Any, tile: Any, place: Any, chunks: Any, *others: Any):
-        scanned.extend([ring] if chunks > 0 else [])
-        return real(ring, results, states, at, tile, place, chunks, *others)
-
-    with hopper_on_cpu(sms=4), mock.patch.dict(function.__dict__, python=noted):
-        Cut(call | {"output_final_state": True}, 3).over_ranks()
-    rings = {id(ring): ring for ring in scanned}
-    assert sorted(sum(x is ring for x in scanned) for ring in rings.values()) == each

@@ -56,27 +56,6 @@ def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
 
 
-@pytest.mark.parametrize(("K", "tokens"), [(64, 4), (128, 16)])
-def test_whole_heads_are_their_slices(K: int, tokens: int, monkeypatch: pytest.MonkeyPatch):
-    """To the last bit. A slice whose count is too low keeps its state."""
-    N, HV, V = 3, 2, 128
-    draw = torch.Generator().manual_seed(0)
-    records = torch.randn(fd.replay_buffer(N, tokens, HV, K, V).shape, generator=draw)
-    records[:, 0, :, counts_of(K, V)] = float(tokens)
-    records[0, 0, 1, 2 * K + V + 1] = records[1, 0, 0, 2 * K + V] = 1.0
-    pool = torch.randn(N, HV, V, K, generator=draw).to(BF16)
-    slots, accepted = torch.arange(N, dtype=torch.int32), torch.full((N,), tokens - 1, dtype=torch.int32)
-    found = []
-    for at_once in (1000, 0):
-        monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", at_once)
-        states, given = pool.clone(), records.clone()
-        fd.commit(states, given, slots, accepted, backend="hopper")
-        found.append((states, given))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    kept = (found[1][0] == pool).unflatten(2, (2, 64)).flatten(3).all(3)
-    assert kept.nonzero().tolist() == [[0, 1, 1], [1, 0, 0]]
-
-
 ROUNDS = [{}, {"state": BF16}, {"S": 9, "gate": "softplus", "group": 2}, {"S": 16}, {"S": 16, "gate": "softplus"}]
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import flashdelta as fd
 from flashdelta.runtime import autograd
 from flashdelta.triton import gradients as kernels
-from flashdelta.triton import segments, wy
+from flashdelta.triton import segments
 
 from ..support.cases import BF16, BY_NAME, HARD_CASES, LENGTH_CASES, Case, case_id
 from ..support.gradients import (
@@ -111,17 +111,6 @@ def test_token_by_token_gradients_are_those_of_the_chunks():
     assert all(torch.equal(found[name], x) for name, x in want.items())
 
 
-@pytest.mark.parametrize("name", ["bounded", "packed"])
-def test_gradients_with_held_value_channels(name: str, monkeypatch: pytest.MonkeyPatch):
-    """As `wy` is launched on Hopper."""
-    monkeypatch.setattr(wy, "wy_config", lambda problem, capability: wy.WyConfig(16, problem.V, 4, 3))
-    call = make_call(replace(KINDS[name], T=20))
-    grads = incoming(call)
-    with poisoned_memory():
-        found = gradients(call | KEPT, *grads)
-    assert_gradients(found, true_gradients(call, *grads))
-
-
 @pytest.mark.parametrize("name", ["bounded", "packed_int32"])
 def test_kept_gradients_are_those_of_a_forward_that_runs_again(name: str, monkeypatch: pytest.MonkeyPatch):
     call = make_call(replace(KINDS[name], T=66 if name == "bounded" else 17)) | {"backend": "triton"}
@@ -192,16 +181,6 @@ def test_checkpointing_drops_what_a_forward_keeps(options: dict, monkeypatch: py
     gc.collect()
     assert count == (4 if options is KEPT else 1) and [x() for x in left[count:]] == [None] * count
     assert torch.equal(*torch.autograd.grad(loss, q), plain) and len(left) == 3 * count
-
-
-def test_a_retained_graph_has_what_a_forward_kept(monkeypatch: pytest.MonkeyPatch):
-    call = make_call(replace(SPLIT["v_first"], V=64, T=160)) | KEPT | {"split": 3}
-    q = call.pop("q").requires_grad_()
-    loss = fd.chunk_kda(q=q, **call)[0].sum()
-    monkeypatch.setattr(kernels, "prepare", None)  # no stage of the forward runs again
-    with poisoned_memory():
-        first, second = (torch.autograd.grad(loss, q, retain_graph=True) for _ in range(2))
-    assert torch.equal(*first, *second)
 
 
 @pytest.mark.parametrize(

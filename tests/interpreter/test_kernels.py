@@ -25,7 +25,7 @@ from ..support.cases import (
     case_id,
     named,
 )
-from ..support.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
+from ..support.inputs import TOKEN_TENSORS, make_call, sequence_calls
 from ..support.oracle import (
     TOLERANCE,
     as_recurrent,
@@ -147,16 +147,6 @@ def test_packed_gives_each_sequences_own_bits(case: Case, op):
     alone = [op(**one) for one in sequence_calls(call)]
     assert same_bits(o[:, covered_tokens(call)], torch.cat([one[0] for one in alone], dim=1))
     assert same_bits(state, torch.cat([one[1] for one in alone]))
-
-
-@pytest.mark.parametrize("case", [replace(BY_NAME["bounded"], T=70), replace(BY_NAME["decay"], T=70)], ids=case_id)
-def test_split_at_a_chunk_boundary_gives_the_same_bits(case: Case):
-    call = call_for(fd.chunk_kda, replace(case, H=1, HV=1), FP32)
-    o, state = fd.chunk_kda(**call)
-    o_first, carried = fd.chunk_kda(**narrow(call, 0, 64))
-    o_second, final = fd.chunk_kda(**narrow(call, 64, 70), initial_state=carried)
-    assert same_bits(torch.cat([o_first, o_second], dim=1), o)
-    assert same_bits(final, state)
 
 
 @pytest.mark.parametrize("op", BOTH)

@@ -3,7 +3,6 @@ launched."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.problem.border import shard
-from flashdelta.problem.context import ContextParallel
 from flashdelta.problem.problem import Result
 from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
@@ -22,7 +19,6 @@ from flashdelta.program.launch import ARGUMENTS, Launch, _specialization
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
 from flashdelta.program.workspace import Workspace, mark, new
-from flashdelta.triton import merge
 from flashdelta.triton.recurrence import recurrence_kernel
 
 from ..support.cases import BF16, BY_NAME, Case
@@ -69,21 +65,6 @@ def test_arguments_are_found_again(started: Started):
     assert (at_x, in_y, seven, none, absent, size) == (1000, 2000 + 16, 7, None, 0, 64)
     assert in_scratch == at_scratch + 8
     assert in_out == results["out"].data_ptr() + 12
-
-
-def test_a_launch_without_ctas_is_none(started: Started):
-    x = torch.zeros(4)
-    found = record_of([x], [launch("a", x, ctas=0), launch("b", x)])
-    found.run((), [16])
-    assert started == [("b", (3, 1, 1), [16])]
-
-
-def test_every_run_has_its_own_results(started: Started):
-    x, out = torch.zeros(4), torch.zeros(4)
-    found = record_of([x], [launch("a", x, out)], out=out)
-    first, second = found.run((), [16]), found.run((), [32])
-    assert first["out"].data_ptr() != second["out"].data_ptr()
-    assert [arguments[0] for _, _, arguments in started] == [16, 32]
 
 
 def test_an_output_of_the_callers_own_is_returned(started: Started):
@@ -310,71 +291,6 @@ def test_one_tensor_for_two_inputs_is_no_plan_for_two(pretended: Started):
         pretended.clear()
         fd.kda_prefill(**given)
         assert pretended.anew() == [anew] * 3
-
-
-# ---- ranks ---------------------------------------------------------------------------------------------------------------
-
-
-EXCHANGES = ("exchange", "send", "receive")
-TELLS, IS_TOLD = [recurrence_kernel, "exchange"], ["exchange", recurrence_kernel]
-TELLS_LATER = ["send", recurrence_kernel, "receive"]
-ORDERS = {
-    (0, 2, True): (TELLS, TELLS),
-    (0, 2, False): (IS_TOLD, TELLS),
-    **{(1, 2, relay): (IS_TOLD, IS_TOLD) for relay in (True, False)},
-    (0, 3, True): (IS_TOLD, TELLS),
-    **{(rank, 3, True): (IS_TOLD, TELLS_LATER) for rank in (1, 2)},
-}
-"""Of a rank of so many, by relay or not, forward and backward."""
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("rank", "ranks", "relay"), ORDERS)
-def test_calls_with_other_contexts_replay_around_the_exchange(
-    rank: int, ranks: int, relay: bool, backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
-):
-    """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
-
-    def noted(act: str, packet: Tensor, packets: Tensor, group: str, way: str, to: str) -> None:
-        assert packets.nbytes == ranks * packet.nbytes and group == "virtual" and way == "put"
-        directions.append(to)
-        pretended.append((act, None, [packet, packets]))
-
-    for act in EXCHANGES:
-        monkeypatch.setattr(merge, act, functools.partial(noted, act))
-    kept, orders, directions = [], [], list[str]()
-    for middle in (40, 70, 10):
-        pretended.clear()
-        directions.clear()
-        offsets = torch.tensor([0, middle, ranks * 70])
-        local, border = shard(offsets, rank, ranks, 70, 2)
-        context = ContextParallel(None, "virtual", rank, ranks, border, local, 70, exchange="put", relay=relay)
-        call = make_call(replace(BY_NAME["state"], B=1, T=70), BF16) | {"backend": "triton", "cp_context": context}
-        call["initial_state"] = torch.zeros(2, *call["initial_state"].shape[1:])
-        call["q"].requires_grad_(backward)
-        o, final_state = fd.chunk_kda(**call)
-        if backward:
-            o.backward(torch.zeros_like(o))
-        kept.append((call, o, final_state))
-        orders.append([kernel for kernel, _, _ in pretended])
-        launched = [x for x in pretended if x[0] not in EXCHANGES]
-        assert [any(isinstance(x, Tensor) for x in arguments) for *_, arguments in launched] == [len(kept) == 1] * len(
-            launched
-        )
-        for i, (kernel, _, arguments) in enumerate(pretended):
-            if kernel in EXCHANGES and len(kept) > 1:
-                packet, packets = (x.data_ptr() for x in arguments)
-                first = i == next(j for j, x in enumerate(pretended) if x[0] in EXCHANGES)
-                # who sends to nobody leaves nothing in its packet, and who gets nothing reads no packets
-                sends, gets = (rank < ranks - 1, rank > 0) if first else (rank > 0, rank < ranks - 1)
-                left = [x for x in pretended[i - 1][2] if isinstance(x, int)]
-                assert kernel == "receive" or not sends or any(0 <= x - packet < arguments[0].nbytes for x in left)
-                assert kernel == "send" or not gets or packets in pretended[i + 1][2]
-        on_the_way_back = ORDERS[rank, ranks, relay][1] if backward else []
-        assert directions[0] == ("all" if backward and ranks > 2 else "later")
-        assert directions[1:] == ["earlier" for act in on_the_way_back if act in EXCHANGES]
-    found = [kernel for kernel in orders[0] if kernel in (*EXCHANGES, recurrence_kernel)]
-    assert found == ORDERS[rank, ranks, relay][0] + on_the_way_back and orders[1] == orders[2] == orders[0]
 
 
 # ---- all operations -----------------------------------------------------------------------------------------------------
