@@ -15,7 +15,7 @@ from flashdelta.hopper import build, recurrence
 from flashdelta.parallel import context_parallel
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, on_gpu
-from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, buffer_truth
+from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, hold_buffers
 from ..support.cases import BF16, FP32, Case
 from ..support.oracle import (
     assert_close,
@@ -27,7 +27,7 @@ from ..support.oracle import (
     tolerance_of,
     truth,
 )
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id, pool_truth
+from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
 from ..support.ranks import Cut
 from ..support.virtual import on_ranks
 from ..unit.test_hopper_choice import TABLE
@@ -125,12 +125,8 @@ POOLS = [case for case in PLAIN_POOLS + CHECKPOINT_POOLS if case.name in POOL_NA
 @pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
 def test_pools(pool_case: PoolCase):
     case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
-    call = pool_call(replace(pool_case, case=case), BF16) | {"split": False}
-    true_o, true_pool = pool_truth(call)
-    tokens = covered_tokens(call)
-    o, _ = poisoned(call | {"backend": "hopper"})
-    assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
-    assert_close("pool", call["state_pool"], true_pool, tolerance_of(call) + 4e-3)
+    call = pool_call(replace(pool_case, case=case), BF16) | {"split": False, "backend": "hopper"}
+    hold_pool(fd.chunk_kda, call, tolerance_of(call), tolerance_of(call) + 4e-3)
 
 
 BUFFERS = [case for case in CASES if case.name in ("every_128_batch", "every_pool", "many_offsets", "only_final_bf16")]
@@ -138,13 +134,9 @@ BUFFERS = [case for case in CASES if case.name in ("every_128_batch", "every_poo
 
 @pytest.mark.parametrize("buffer_case", BUFFERS, ids=buffer_id)
 def test_buffers(buffer_case: BufferCase):
-    call = buffer_call(replace(buffer_case, case=replace(on_gpu(buffer_case.case), K=128)), BF16) | {"split": False}
-    want, tokens = buffer_truth(call), covered_tokens(call)
-    results = poisoned(call | {"backend": "hopper"})
-    assert_close("o", results[0][:, tokens], want.o[:, tokens], tolerance_of(call))
-    for name, wanted in (("checkpoint_states", want.buffer), ("final_state", want.final), ("state_pool", want.pool)):
-        if name in call:
-            assert_close(name, call[name], wanted, tolerance_of(call) + 4e-3)
+    case = replace(buffer_case, case=replace(on_gpu(buffer_case.case), K=128))
+    call = buffer_call(case, BF16) | {"split": False, "backend": "hopper"}
+    hold_buffers(call, tolerance_of(call), lambda dtype: tolerance_of(call) + 4e-3)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

@@ -18,20 +18,11 @@ from ..support.buffers import (
     buffer_id,
     buffer_truth,
     by_pieces,
-    untouched_rows,
+    hold_buffers,
     with_memory_of_its_own,
 )
 from ..support.cases import BF16, FP32, Case
-from ..support.decoding import memory_of
-from ..support.oracle import (
-    as_recurrent,
-    assert_close,
-    covered_tokens,
-    one_rounding,
-    poisoned_memory,
-    same_bits,
-    tolerance_of,
-)
+from ..support.oracle import as_recurrent, assert_close, one_rounding, poisoned_memory, tolerance_of
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, compilations, on_gpu
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +47,6 @@ MODELS = [
         case=replace(KIMI, H=96, HV=96, lengths=(300, 70, 200, 5), h=True, final=False, v_first=True), every=64,
         rows=12),
 ]  # fmt: skip
-WRITTEN = ("checkpoint_states", "final_state", "state_pool")
 
 
 def gpu_buffer_call(buffer_case: BufferCase, dtype: torch.dtype, backend: str, seed: int = 0) -> dict:
@@ -76,33 +66,13 @@ def test_chunk_other_dtypes(buffer_case: BufferCase, dtype: torch.dtype, backend
 
 
 def check(buffer_case: BufferCase, dtype: torch.dtype, backend: str) -> None:
-    """Against float64; where no sequence is split, to the bit against a plain call for each piece."""
+    """Where no sequence is split, to the bit against a plain call for each piece."""
     first = gpu_buffer_call(buffer_case, dtype, backend)
-    want = buffer_truth(first)
+    want, tolerance = buffer_truth(first), tolerance_of(first)
     pieces = None if buffer_case.split else by_pieces(fd.chunk_kda, first)
-    tokens, tolerance = covered_tokens(first), tolerance_of(first)
     for _ in range(CALLS_TO_A_REPLAY):
         call = with_memory_of_its_own(first)
-        out = torch.full(call["v"].shape, torch.nan, dtype=dtype, device="cuda")
-        with poisoned_memory():
-            results = fd.chunk_kda(**call, out=out)
-        assert results[1] is call.get("final_state")
-        assert_close("o", out[:, tokens], want.o[:, tokens], tolerance)
-        if results[1] is not None:
-            assert_close("final_state", results[1], want.final, tolerance + one_rounding(results[1].dtype))
-        if want.buffer is not None:
-            buffer, untouched = call["checkpoint_states"], untouched_rows(call, want)
-            assert_close("checkpoint_states", buffer, want.buffer, tolerance + one_rounding(buffer.dtype))
-            assert same_bits(memory_of(buffer)[untouched], memory_of(first["checkpoint_states"])[untouched])
-        if want.pool is not None:
-            assert_close("state_pool", call["state_pool"], want.pool, tolerance)
-        if pieces is not None:
-            assert same_bits(out[:, tokens], pieces.o[:, tokens])
-            for name, own in zip(WRITTEN, (pieces.buffer, pieces.final, pieces.pool)):
-                if name in call:
-                    assert same_bits(call[name], own.to(call[name].dtype)), name
-            if pieces.h is not None:
-                assert same_bits(results[2], pieces.h)
+        hold_buffers(call, tolerance, lambda dtype: tolerance + one_rounding(dtype), pieces, want)
 
 
 # ---- how calls run --------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from torch import Tensor
 import flashdelta as fd
 
 from .cases import BF16, BOUNDED, FP32, Case
-from .decoding import amid, untouched
+from .decoding import amid, memory_of, untouched
 from .inputs import TOKEN_TENSORS, Source, make_call
-from .oracle import as_recurrent, float64
+from .oracle import as_recurrent, assert_close, covered_tokens, float64, poisoned_memory, same_bits
 from .pools import copied, cuts, initial_states, sequences, slot_named, without_pool
 
 INT32 = torch.int32
@@ -218,5 +218,34 @@ def untouched_rows(call: dict, left: Left) -> Tensor:
 
 def with_memory_of_its_own(call: dict) -> dict:
     """The call with copies of what it writes."""
-    written = ("checkpoint_states", "final_state", "state_pool")
-    return call | {name: copied(call[name]) for name in written if name in call}
+    return call | {name: copied(call[name]) for name in WRITTEN if name in call}
+
+
+WRITTEN = ("checkpoint_states", "final_state", "state_pool")
+
+
+def hold_buffers(
+    call: dict, tolerance: float, of_states: Callable, pieces: Left | None = None, want: Left | None = None
+) -> tuple:
+    """The results of `chunk_kda`: against float64, `of_states` by dtype, with nothing written beside the rows, and to the bit
+    against plain calls for `pieces`; what a CPU stores in bfloat16 is cut off instead of rounded."""
+    want, tokens = want or buffer_truth(call), covered_tokens(call)
+    buffer = call.get("checkpoint_states")
+    before = None if buffer is None else memory_of(buffer).clone()
+    out = torch.full(call["v"].shape, torch.nan, dtype=call["v"].dtype, device=call["v"].device)
+    with poisoned_memory():
+        results = fd.chunk_kda(**call, out=out)
+    assert results[0] is out and results[1] is call.get("final_state")
+    assert_close("o", out[:, tokens], want.o[:, tokens], tolerance)
+    for name, part in zip(WRITTEN, ("buffer", "final", "pool")):
+        if name in call:
+            assert_close(name, call[name], getattr(want, part), of_states(call[name].dtype))
+            if pieces is not None and (call[name].dtype != BF16 or out.is_cuda):
+                assert same_bits(call[name], getattr(pieces, part).to(call[name].dtype)), name
+    if before is not None:
+        mask = untouched_rows(call, want)
+        assert same_bits(memory_of(buffer)[mask], before[mask])
+    if pieces is not None:
+        assert same_bits(out[:, tokens], pieces.o[:, tokens])
+        assert pieces.h is None or same_bits(results[2], pieces.h)
+    return results

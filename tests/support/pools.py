@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from flashdelta.runtime.torch_ops import POOL
 from .cases import BF16, BOUNDED, FP32, Case
 from .decoding import amid, memory_of, untouched
 from .inputs import TOKEN_TENSORS, Source, make_call
-from .oracle import as_recurrent, float64
+from .oracle import as_recurrent, assert_close, covered_tokens, float64, poisoned_memory, same_bits
 
 
 @dataclass(frozen=True)
@@ -234,3 +234,24 @@ def pool_truth(call: dict) -> tuple[Tensor, Tensor]:
     """`(o, pool)` by the float64 token recurrence."""
     exact = as_recurrent(float64(call)) | {"backend": "reference", "out": None}
     return piece_by_piece(fd.fused_recurrent_kda, exact)
+
+
+def hold_pool(
+    op, call: dict, tolerance: float, of_pool: float, ways: Iterable[Callable] = (), same: Callable = same_bits
+) -> None:
+    """A call over a pool: against float64, with nothing written beside its slots, and the `same` as plain calls that are put
+    together in these `ways`; what a CPU stores in bfloat16 is cut off instead of rounded."""
+    true_o, true_pool = pool_truth(call)
+    wanted = [way(op, call) for way in ways]
+    pool, tokens = call["state_pool"], covered_tokens(call)
+    before, mask = memory_of(pool).clone(), untouched_memory(call)
+    out = torch.full(call["v"].shape, torch.nan, dtype=call["v"].dtype, device=pool.device)
+    with poisoned_memory():
+        o, final_state = op(**call, out=out)
+    assert o is out and final_state is None
+    assert same_bits(memory_of(pool)[mask], before[mask])
+    for want_o, want_pool in wanted:
+        assert same(out[:, tokens], want_o[:, tokens])
+        assert (pool.dtype == BF16 and not pool.is_cuda) or same(memory_of(pool), memory_of(want_pool))
+    assert_close("o", out[:, tokens], true_o[:, tokens], tolerance)
+    assert_close("pool", pool, true_pool, of_pool)

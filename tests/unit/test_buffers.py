@@ -14,14 +14,13 @@ from ..support.buffers import (
     BufferCase,
     buffer_call,
     buffer_id,
-    buffer_truth,
     by_pieces,
-    untouched_rows,
+    hold_buffers,
     with_memory_of_its_own,
 )
 from ..support.cases import BF16, FP32
 from ..support.decoding import memory_of
-from ..support.oracle import TOLERANCE, as_recurrent, assert_close, covered_tokens, same_bits, state_tolerance
+from ..support.oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
 
 FINAL = [BY_NAME[name] for name in ("only_final", "only_final_bf16", "no_tokens", "no_sequences")]
 
@@ -34,20 +33,8 @@ def without_checkpoints(call: dict) -> dict:
 @pytest.mark.parametrize("buffer_case", CASES + SPLITS, ids=buffer_id)
 def test_call_is_the_recurrence(buffer_case: BufferCase, dtype: torch.dtype):
     call = buffer_call(buffer_case, dtype)
-    want, pieces = buffer_truth(call), by_pieces(fd.chunk_kda, call)
-    tokens, given = covered_tokens(call), {name: call.get(name) for name in ("checkpoint_states", "final_state")}
-    before = None if given["checkpoint_states"] is None else memory_of(given["checkpoint_states"]).clone()
-    results = fd.chunk_kda(**call)
-    assert_close("o", results[0][:, tokens], want.o[:, tokens], TOLERANCE[dtype])
-    assert results[1] is given["final_state"]
-    if results[1] is not None:
-        assert_close("final_state", results[1], want.final, state_tolerance(dtype, results[1].dtype))
-    if before is not None:
-        buffer, untouched = given["checkpoint_states"], untouched_rows(call, want)
-        assert same_bits(memory_of(buffer)[untouched], before[untouched])
-        assert_close("checkpoint_states", buffer, want.buffer, state_tolerance(dtype, buffer.dtype))
-    if want.pool is not None:
-        assert_close("state_pool", call["state_pool"], want.pool, state_tolerance(dtype, FP32))
+    pieces = by_pieces(fd.chunk_kda, call)
+    results = hold_buffers(call, TOLERANCE[dtype], lambda states: state_tolerance(dtype, states))
     if pieces.h is not None:
         assert_close("h", results[2], pieces.h, TOLERANCE[dtype])
 

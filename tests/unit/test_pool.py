@@ -10,19 +10,17 @@ import flashdelta as fd
 from flashdelta.reference.sequences import chunk_slots
 
 from ..support.cases import FP32
-from ..support.oracle import TOLERANCE, assert_close, same_bits, state_tolerance
+from ..support.oracle import TOLERANCE, same_bits, state_tolerance
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
     PoolCase,
     call_for,
-    copied,
     gathered_and_scattered,
+    hold_pool,
     memory_of,
     pool_id,
-    pool_truth,
-    untouched_memory,
 )
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -43,15 +41,7 @@ def op_and_case(value: object) -> str | None:
 @pytest.mark.parametrize(("op", "pool_case"), ALL, ids=op_and_case)
 def test_pool_call_is_the_recurrence(op, pool_case: PoolCase, dtype: torch.dtype):
     call = call_for(op, pool_case, dtype)
-    want_o, want_pool = pool_truth(call)
-    pool = call["state_pool"]
-    before, untouched = memory_of(copied(pool)), untouched_memory(call)
-    o, final_state = op(**call)
-    assert final_state is None
-    assert o.dtype == dtype
-    assert_close("o", o, want_o, TOLERANCE[dtype])
-    assert_close("pool", pool, want_pool, state_tolerance(dtype, pool.dtype))
-    assert same_bits(memory_of(pool)[untouched], before[untouched])
+    hold_pool(op, call, TOLERANCE[dtype], state_tolerance(dtype, call["state_pool"].dtype))
 
 
 @pytest.mark.parametrize("op", BOTH)

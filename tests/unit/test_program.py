@@ -354,6 +354,21 @@ def test_backward_passes_of_other_calls_are_worked_out_anew(pretended: Started):
         assert pretended and all(pretended.anew())
 
 
+def test_a_call_with_gradients_does_not_replay_one_without(pretended: Started):
+    call = make_call(replace(BY_NAME["state"], h=False), BF16) | {"backend": "triton"}
+    for _ in range(2):
+        assert not fd.chunk_kda(**call)[0].requires_grad
+    assert fd.chunk_kda(**call | {"q": call["q"].requires_grad_()})[0].requires_grad
+
+
+def test_gradients_of_parameters_have_their_shapes(pretended: Started):
+    call = make_call(replace(BY_NAME["softplus_broad"], h=False), BF16) | {"backend": "triton"}
+    leaves = {name: call[name].requires_grad_() for name in ("A_log", "dt_bias")}
+    for _ in range(2):
+        grads = torch.autograd.grad(fd.chunk_kda(**call)[0].sum(), list(leaves.values()))
+        assert [x.shape for x in grads] == [x.shape for x in leaves.values()]
+
+
 def test_machine_code_depends_on_the_alignment_of_addresses():
     x = torch.zeros(8)
     kinds = [_specialization(recurrence_kernel, (tensor,)) for tensor in (x, x[4:], x[1:])]
