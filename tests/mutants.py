@@ -169,7 +169,7 @@ MUTANTS: list[Row] = [
     ("runtime/call.py", "self.remember_refusal(str(refusal), given, key)\n            raise", "raise", "unit/test_supports.py"),
     # ---- gradients
     ("runtime/autograd.py", "found[role] = found[role].view(x.shape)", "pass",
-     "unit/test_transforms.py"),
+     "unit/test_program.py::test_gradients_of_parameters_have_their_shapes"),
     ("problem/arguments.py", "if x._version != version:", "if False:", "unit/test_parallel.py"),
     ("runtime/autograd.py", '"backward", next(_serials)', '"backward", 0', "unit/test_program.py"),
     ("runtime/torch_ops.py", "by_role.get(role) if is_tensor else None", "None", "unit/test_operators.py"),

@@ -11,7 +11,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.compiler import CompiledKernel
 
 from benchmarks.workloads import DECODE, PREFILL, TRAIN, Row
 from flashdelta.hopper.decode import DECODE_AT_ONCE
@@ -19,7 +18,7 @@ from flashdelta.ops.chunk import chunk_kda
 from flashdelta.ops.decode import recurrent_kda
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
-from flashdelta.tools.compile import compile_launch, compiled, late_operands, listing, only_launches
+from flashdelta.tools.compile import compile_launch, compiled, late_operands, only_launches
 from flashdelta.triton.device.products import rounded_product, summand
 
 from ..full import FULL
@@ -28,7 +27,7 @@ from ..support.decoding import BY_NAME, Step, make_step
 from ..support.inputs import meta_call, on_meta
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
-from .toolchains import COMPILE, FUSION, ROOT, Toolchain, toolchains
+from .toolchains import ROOT, Toolchain, toolchains
 from .variants import ARCHITECTURES, BUILD, VARIANTS, backward_of, fingerprint, unequal_sums
 
 SAMPLE, RECENT, MOST = 1, 1, 24
@@ -39,16 +38,6 @@ recorded: the test fails anyway."""
 
 
 TOOLCHAINS = toolchains()
-
-ONE_A_LANE = (
-    ("decode_kernel", "decode K128 V128, fp32 states, K first, N=256"),
-    ("verify_kernel", "decode replay K64 V64 packed, K first"),
-    ("fused_decode_kernel", "fused K128 V128 fp32"),
-    ("fused_decode_kernel", "fused K128 V128 replay"),
-    ("wy_kernel", "bf16 K256 V256 backward"),
-    ("wy_kernel", "wy fp32 K128 V128"),
-)
-"""Kernels and variants in which lanes have one product of a sum."""
 
 
 def git(*arguments: str) -> str:
@@ -129,48 +118,6 @@ def test_what_the_benchmarks_launch_is_recorded():
     assert not missing
 
 
-FIXED = "fixed length"
-CHECKPOINT_FORMS = {
-    f"hopper steps K128 V128 {form}": f"hopper steps K128 V128 {form.replace(FIXED, f'checkpoints in a buffer, {FIXED}')}"
-    for form in (FIXED, f"stream-K, {FIXED}")
-}
-"""Variants of Hopper's in steps, and the same with checkpoints."""
-
-
-@pytest.mark.parametrize("version", records.recorded_tritons())
-@pytest.mark.parametrize("without", CHECKPOINT_FORMS)
-def test_a_checkpoint_costs_hoppers_kernels_little(without: str, version: str):
-    """`recurrence` in steps spills nothing more and waits for no more MMAs; `prepare_steps` finds its chunk with few
-    instructions more."""
-    found = {entry.name: costs for entry, costs in records.read(version).items()}
-    names = without, CHECKPOINT_FORMS[without]
-    prepare, prepare_one = (found[ARCH, name, "prepare_steps_kernel"] for name in names)
-    scan, scan_one = (found[ARCH, name, "recurrence_kernel"] for name in names)
-    assert prepare_one.instructions < 1.03 * prepare.instructions
-    assert scan_one.mma_waits == scan.mma_waits and scan_one.spill_bytes <= scan.spill_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not FULL, reason="compiles four large kernels; the record holds what they cost")
-@pytest.mark.parametrize("without", CHECKPOINT_FORMS)
-def test_a_checkpoint_spills_nothing_in_hoppers_loop(without: str):
-    """`recurrence` in steps, over chunks; which takes hardly more instructions."""
-    found = {variant.name: variant for variant in VARIANTS}
-    scans = [found[name].launches(ARCH)[1] for name in (without, CHECKPOINT_FORMS[without])]
-    assert all(launch.kernel.__name__ == "recurrence_kernel" for launch in scans)
-    listed = [between_mmas(compiled(launch, ARCH)) for launch in scans]
-    between = [[line for line in lines if "/*" in line] for lines in listed]
-    assert len(between[1]) < 1.05 * len(between[0])
-    assert not any(spill in line for line in between[1] for spill in ("STL", "LDL"))
-
-
-def between_mmas(kernel: CompiledKernel) -> list[str]:
-    """Lines of the listing from the first MMA to the last."""
-    lines = listing(kernel).splitlines()
-    places = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    return lines[places[0] : places[-1] + 1]
-
-
 def test_launches_are_as_recorded():
     wrong = launches.differences(launches.parse(launches.FILE.read_text()), launches.traced())
     assert not wrong, "if this is meant: make record\n" + "\n".join(wrong)
@@ -214,25 +161,16 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
     forward, split = {"prepare_kernel", "recurrence_kernel"}, {"transitions_kernel", "compose_kernel"}
     backward = {"reverse_kernel", "wy_kernel", "intra_kernel", "gate_sums_kernel", "finish_kernel"}
     alone = {
-        "prepare_bounded_kernel",
-        "output_kernel",
-        "copy_kernel",
-        "strided_copy_kernel",
-        "plan_kernel",
-        "clear_kernel",
-        "merge_kernel",
-        "decode_kernel",
-        "fused_decode_kernel",
-        "verify_kernel",
-        "commit_kernel",
-        "replay_kernel",
-        "norm_kernel",
-        "norm_backward_kernel",
-        "convolution_kernel",
-        "convolution_checkpoints_kernel",
-        "convolution_backward_kernel",
-        "store_ends_kernel",
-        "sums_kernel",
+        *("prepare_bounded_kernel", "output_kernel", "copy_kernel", "strided_copy_kernel", "plan_kernel"),
+        *("commit_kernel", "clear_kernel", "merge_kernel", "decode_kernel", "fused_decode_kernel", "verify_kernel"),
+        *(
+            "replay_kernel",
+            "norm_kernel",
+            "norm_backward_kernel",
+            "convolution_kernel",
+            "convolution_checkpoints_kernel",
+        ),
+        *("convolution_backward_kernel", "store_ends_kernel", "sums_kernel"),
     }
     assert portable == forward | split | backward | alone
     # `prepare` plans; composition, clearing, merging and what stores merged states are the portable ones
@@ -303,30 +241,6 @@ def test_a_record_that_is_not_what_was_compiled_fails(field: str, step: int):
     assert f"the record is wrong: {field} " in said
 
 
-def test_what_differs_is_compiled_again_before_that_is_believed(monkeypatch: pytest.MonkeyPatch):
-    """The compiler's output is not the same in every process."""
-    other = replace(COSTS, instructions=801, sass="0ther")
-    outcomes = [[other, other], [COSTS, other], [other], [other]]
-    asked = []
-
-    def run(self: Toolchain, *arguments: str, environment: dict[str, str]) -> list[dict]:
-        asked.append((arguments[arguments.index("--places") + 1 :], environment))
-        return [asdict(costs) | {"unequal_sums": 0} for costs in outcomes.pop(0)]
-
-    monkeypatch.setattr(Toolchain, "run", run)
-    expected = {ENTRY: COSTS, OTHER: COSTS}
-    found = Toolchain().compile({ENTRY: 0, OTHER: 1}, [ENTRY, OTHER], expected=expected)
-    assert found == {ENTRY: COSTS, OTHER: other}
-    assert [given for given, _ in asked] == [("0", "1"), ("0", "1"), ("1",), ("1",)]
-    caches = [environment.get("TRITON_CACHE_DIR") for _, environment in asked]
-    assert caches[0] is None and len(set(caches)) == 4
-
-
-def test_records_are_read_as_written():
-    found = {ENTRY: COSTS, OTHER: replace(COSTS, registers=7)}
-    assert records.parse(records.render(found, "3.6.0"), "3.6.0") == found
-
-
 @pytest.mark.parametrize("version", records.recorded_tritons())
 def test_a_line_edited_by_hand_fails(version: str):
     text = records.path_of(version).read_text()
@@ -356,29 +270,6 @@ def test_a_changed_source_or_record_is_noticed(changed: str, tmp_path: Path, mon
     assert records.holds_sources("3.6.0") == (changed == "nothing")
 
 
-def test_a_line_of_another_triton_fails():
-    with pytest.raises(ValueError, match="digest"):
-        records.parse(records.render({ENTRY: COSTS}, "3.6.0"), "3.9.0")
-
-
-AFTER = replace(COSTS, registers=130, spill_bytes=8, instructions=810, sass="0ther")
-DIFFERENCES = "registers 128 -> 130, spill_bytes 0 -> 8, instructions 800 -> 810, sass 5a55 -> 0ther"
-
-
-@pytest.mark.parametrize(
-    ("after", "said"),
-    [
-        ({ENTRY: AFTER}, [f"sm_90 k_kernel: v: {DIFFERENCES}"]),
-        ({ENTRY: replace(COSTS, registers=255)}, ["sm_90 k_kernel: v: registers 128 -> 255"]),
-        ({OTHER: COSTS}, [f"sm_90 k_kernel: w: new: {COSTS}", "sm_90 k_kernel: v: gone"]),
-        ({RENAMED: COSTS}, []),
-    ],
-    ids=["changed", "the same instructions", "another", "renamed"],
-)
-def test_changes_since_a_revision_are_listed(after: dict, said: list[str]):
-    assert records.changes({ENTRY: COSTS}, after) == said
-
-
 # ---- sums of lanes' products ---------------------------------------------------------------------------------------------
 
 
@@ -399,15 +290,6 @@ def test_lanes_hold_equal_sums_of_rounded_products(size: int, kind: str, unequal
     launch = replace(sample_launch(squares_kernel), num_warps=1, constants={"SIZE": size, "KIND": kind})
     launch = replace(launch, arguments=launch.arguments[:2])
     assert unequal_sums(compiled(launch, 90).asm["ptx"]) == unequal
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not FULL, reason="`make record` takes no kernel whose lanes hold unequal sums")
-@pytest.mark.parametrize(("kernel", "variant"), ONE_A_LANE)
-def test_lanes_hold_equal_sums_in_kernels_of_one_product_a_lane(kernel: str, variant: str):
-    (chosen,) = (x for x in VARIANTS if x.name == variant)
-    (launch,) = (x for x in chosen.launches(90) if x.kernel.__name__ == kernel)
-    assert unequal_sums(compiled(launch, 90).asm["ptx"]) == 0
 
 
 @pytest.mark.parametrize("K", [32, 64])
@@ -515,22 +397,6 @@ def test_one_changed_instruction_fails_the_gate():
 
 def test_every_launch_says_whether_to_fuse():
     assert all(launch.options()["enable_fp_fusion"] for variant in VARIANTS for launch in variant.launches(90))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not FULL, reason="compiles six times, and every launch says whether to fuse")
-@pytest.mark.parametrize("toolchain", TOOLCHAINS)
-def test_machine_code_does_not_depend_on_tritons_default_fusion(toolchain: str, tmp_path: Path):
-    """And where no default is set, Triton has nothing to warn of."""
-    command = *COMPILE, "--arch=90", "--only=decode K64 V64", "--json"
-    found = []
-    for default in ("0", "1", ""):
-        given = {FUSION: default} if default else {"PYTHONWARNINGS": "error::UserWarning"}
-        given["TRITON_CACHE_DIR"] = str(tmp_path / default / "cache")
-        rows = TOOLCHAINS[toolchain].run(*command, environment=given)
-        found.append([row | {"seconds": None} for row in rows])
-    assert found[0] == found[1] == found[2]
-    assert [row["variant"] for row in found[0]] == ["decode K64 V64, V first", "hopper decode K64 V64, softplus"]
 
 
 # ---- reading machine code ------------------------------------------------------------------------------------------------

@@ -10,6 +10,6 @@ from .interpreter import hopper_on_cpu
 
 
 @pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
+def on_cpu(as_on_gpu: None) -> Iterator[None]:
     with hopper_on_cpu():
         yield

@@ -17,18 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier as real_mb
 from . import memory
 from .machine import Partition, let_others_run, now, run_partitions, wait_until
 from .memory import Barriers, Descriptor, Shared
-from .values import (
-    NUMPY,
-    Fault,
-    Value,
-    check_ranks,
-    meet,
-    result,
-    round_bf16,
-    scalar,
-    shape_of,
-    value,
-)
+from .values import NUMPY, Fault, Value, check_ranks, meet, result, round_bf16, scalar, shape_of, value
 
 # ---- elementwise ---------------------------------------------------------------------------------------------------
 
@@ -56,7 +45,6 @@ log2 = of_float(np.log2)
 exp = of_float(np.exp)
 log = of_float(np.log)
 sqrt = of_float(np.sqrt)
-sqrt_rn = sqrt
 rsqrt = of_float(lambda x: np.float32(1.0) / np.sqrt(x))
 reciprocal = of_float(lambda x: np.float32(1.0) / x)
 
@@ -237,7 +225,6 @@ def _of_extremes(function: Callable) -> Callable:
 sum_ = _along(np.sum)
 max_ = _along(_of_extremes(np.fmax))
 min_ = _along(_of_extremes(np.fmin))
-xor_sum = _along(_of_extremes(np.bitwise_xor))
 
 
 def cumsum(x: Value, axis: int = 0, reverse: bool = False) -> Value:
@@ -556,9 +543,9 @@ COMMON = {
     },
     **{f.__name__: f for f in (load, store, atomic_add, program_id, num_programs, static_assert)},
     **{f.__name__: f for f in (broadcast_to, expand_dims, static_range, inline_asm_elementwise)},
-    **{"abs": abs_, "sum": sum_, "max": max_, "min": min_, "xor_sum": xor_sum, "range": range_},
+    **{"abs": abs_, "sum": sum_, "max": max_, "min": min_, "range": range_},
     **{"minimum": minimum, "maximum": maximum},
-    **{"exp2": exp2, "log2": log2, "exp": exp, "log": log, "sqrt": sqrt, "sqrt_rn": sqrt_rn, "rsqrt": rsqrt},
+    **{"exp2": exp2, "log2": log2, "exp": exp, "log": log, "sqrt": sqrt, "rsqrt": rsqrt},
     **{"multiple_of": identity, "max_contiguous": identity, "assume": nothing, "device_assert": nothing},
     "permute": lambda x, *order: x.permute(*order),
     "reshape": lambda x, *shape: x.reshape(*shape),
@@ -592,8 +579,6 @@ MBARRIER = {
     **{"wait": wait_barrier, "arrive": arrive, "expect": expect, "invalidate": nothing},
     "init": lambda barrier, count: barrier.one.init(int(count)),
 }
-HOPPER = {
-    **{f.__name__: f for f in (warpgroup_mma, warpgroup_mma_wait, fence_async_shared, mma_v2)},
-}
+HOPPER = {**{f.__name__: f for f in (warpgroup_mma, warpgroup_mma_wait, fence_async_shared, mma_v2)}}
 BUILTINS = {"range": range_, "min": many(minimum), "max": many(maximum)}
 """Python's own, in kernels."""

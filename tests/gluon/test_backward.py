@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import segments
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
@@ -28,7 +27,7 @@ from ..support.ranks import Cut, incoming_of
 from ..support.virtual import on_ranks
 from ..support.wy import BY_NAME as WY_CASES
 from ..support.wy import WyCase, errors, exact, make_wy
-from .interpreter import hopper_on_cpu, interpreted
+from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +37,10 @@ GRADIENTS = [
     replace(KIMI, name="packed_wide", H=1, HV=2, lengths=(1, 63, 64, 65, 0), state=FP32),
     replace(UNBOUNDED, name="packed_wide_unbounded", H=1, HV=1, lengths=(1, 63, 64, 65, 0), state=FP32, v_first=True),
     replace(KIMI, name="small_heads", H=1, HV=2, K=64, V=64, T=130),
-    *(
-        on_gpu(BY_NAME[name])
-        for name in (
-            *("decay", "softplus_broad", "logsigmoid", "wide_gate", "T131", "B3", "beta_double", "no_l2norm"),
-            *("gva3_unsafe", "state_bf16_v_first", "packed_unused", "expanded", "same_keys", "g-50", "zero_rows"),
-        )
-    ),
-]
+    *(on_gpu(BY_NAME[name]) for name in (*("decay", "softplus_broad", "logsigmoid", "wide_gate", "T131", "B3",
+        "beta_double", "no_l2norm"), *("gva3_unsafe", "state_bf16_v_first", "packed_unused", "expanded", "same_keys",
+        "g-50", "zero_rows"))),
+]  # fmt: skip
 
 
 def hopper_call(case: Case) -> dict:
@@ -67,30 +62,14 @@ def test_gradients_are_those_of_the_reference(case: Case):
     hold(found, true_gradients(call, *grads))
 
 
-def test_kept_gradients_by_few_ctas():
-    """The bits of a forward that runs again, by a CTA for each tile."""
-    call = hopper_call(GRADIENTS[0]) | {"split": False}
-    grads = incoming(call)
-    want = gradients(call, *grads)
-    with poisoned_memory(), hopper_on_cpu(sms=2, workers_first=False):
-        found = gradients(call | {"disable_recompute": True}, *grads)
-    assert all(torch.equal(x, want[name]) for name, x in found.items())
-
-
-def test_nan_stays_in_its_sequence():
-    call = hopper_call(replace(KIMI, H=1, HV=1, lengths=(100, 70), state=FP32))
-    assert_nan_stays(call)
-
-
 # ---- splits ----------------------------------------------------------------------------------------------------------
 
 SPLIT = [
     replace(KIMI, name="packed", H=1, HV=1, K=64, V=64, lengths=(130, 0, 64, 257), state=FP32),
-    replace(
-        UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True, memory="long"
-    ),
+    replace(UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True,
+        memory="long"),
     replace(on_gpu(BY_NAME["decay"]), name="rows", B=2, T=140, memory="long"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=case_id)
@@ -122,24 +101,21 @@ def test_gradients_by_segments_that_the_forward_left():
     assert torch.equal(*first, *second) and all(torch.equal(x, found[name]) for name, x in kept.items())
 
 
-def test_split_gradients_by_few_ctas():
-    """Each does several transitions and segments: the bits of a CTA for each. One SM has fewer than a transition has slices."""
-    call = hopper_call(SPLIT[1]) | {"split": 3}
+@pytest.mark.parametrize(("case", "sms"), [(GRADIENTS[0], 2), (SPLIT[1], 1)], ids=["kept", "split"])
+def test_few_ctas_change_no_bit(case: Case, sms: int):
+    """Nor does what is kept. One SM has fewer CTAs than a transition has slices."""
+    call = hopper_call(case) | {"split": 3 if case is SPLIT[1] else False}
     grads = incoming(call)
     want = gradients(call, *grads)
-    with poisoned_memory(), hopper_on_cpu(sms=1, workers_first=False):
-        found = gradients(call, *grads)
+    with poisoned_memory(), hopper_on_cpu(sms=sms, workers_first=False):
+        found = gradients(call | {"disable_recompute": case is GRADIENTS[0]}, *grads)
     assert all(torch.equal(x, want[name]) for name, x in found.items())
 
 
-def test_gradients_of_a_forced_split_are_the_sequences_own():
-    call = hopper_call(replace(SPLIT[0], lengths=(200, 300))) | {"split": 3}
-    assert_first_is_its_own(call)
-
-
-def test_nan_stays_in_its_split_sequence():
-    call = hopper_call(replace(SPLIT[0], lengths=(200, 130))) | {"split": 3}
-    assert_nan_stays(call)
+@pytest.mark.parametrize("split", [False, 3])
+@pytest.mark.parametrize("hold", [assert_first_is_its_own, assert_nan_stays])
+def test_a_sequence_s_gradients_are_its_own(hold: Callable, split: bool | int):
+    hold(hopper_call(replace(SPLIT[0], lengths=(200, 130))) | {"split": split})
 
 
 # ---- `chunk_bwd_wy_dqkg` -----------------------------------------------------------------------------------------------
@@ -209,18 +185,6 @@ def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int)
     hold(found, truth)
 
 
-@pytest.mark.parametrize(("lengths", "parts"), [((1152,), 2), ((700, 452), 3)], ids=["left", "formed again"])
-def test_two_ranks_find_by_segments_what_they_find_by_all_that_their_forwards_left(
-    lengths: tuple[int, ...], parts: int
-):
-    """By those that were left the second one tells its gradients before it forms its states again."""
-    call = hopper_call(replace(LONG, lengths=lengths)) | {"output_final_state": True, "split": parts}
-    cut = Cut(call, 2, incoming_of(call))
-    with poisoned_memory():
-        found, kept = (cut.over_ranks(disable_recompute=kept) for kept in (False, True))
-    assert all(same_bits(found[name], x) for name, x in kept.items())
-
-
 @pytest.mark.parametrize(("v_first", "HV", "sms"), [(False, 1, None), (True, 3, 2)], ids=["tiles", "stream-K"])
 def test_two_ranks_have_the_bits_of_one(v_first: bool, HV: int, sms: int | None):
     """Of whole chunks, as each goes on from what the scan of the other ends with: results and gradients, but for those of
@@ -262,21 +226,3 @@ def test_batch_rows_of_two_ranks_have_the_bits_of_one():
         wanted = step(slice(None), True)
     joined = [final_state, grad, *(torch.cat(x, dim=1) for x in zip(first, second))]
     assert all(same_bits(x, y) for x, y in zip(joined, wanted, strict=True)) and not cleared.any()
-
-
-@pytest.mark.parametrize(("lengths", "each"), [((128, 64), [1] * 4), ((192,), [1] * 4 + [2] * 4)])
-def test_all_ctas_work_where_no_m_is_wanted(lengths: tuple[int, ...], each: list[int]):
-    """Slices of transitions by CTA, of the first two of three ranks: four heads have one of b each, and of M too on a rank that
-    a sequence spans."""
-    call = hopper_call(replace(KIMI, H=1, HV=4, K=64, V=64, lengths=lengths))
-    function, scanned = interpreted(segments.scan), list[Any]()
-    real = function.python
-
-    def noted(ring: Any, results: Any, states: Any, at: Any, tile: Any, place: Any, chunks: Any, *others: Any):
-        scanned.extend([ring] if chunks > 0 else [])
-        return real(ring, results, states, at, tile, place, chunks, *others)
-
-    with hopper_on_cpu(sms=4), mock.patch.dict(function.__dict__, python=noted):
-        Cut(call | {"output_final_state": True}, 3).over_ranks()
-    rings = {id(ring): ring for ring in scanned}
-    assert sorted(sum(x is ring for x in scanned) for ring in rings.values()) == each

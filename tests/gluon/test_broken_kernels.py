@@ -75,7 +75,7 @@ FAULTS = [
     Break("a stage is filled before it is empty", pipeline.Ring.acquire, WAIT_EMPTY, "pass", prefill),
     Break("the other phase", pipeline.Ring.wait, "& 1)", "& 1 ^ 1)", prefill),
     Break("no stage is released", pipeline.Ring.release, ARRIVE, "pass", prefill),
-    Break("too few MMAs are waited for", recurrence.compute, "wait(KH, deps", "wait(KH + 2, deps", prefill),
+    Break("too few MMAs are waited for", recurrence.compute, "wait(KH if OUTPUT", "wait(KH + 2 if OUTPUT", prefill),
     Break("a copy is read too early", prepare.prepare_kernel, "copy.wait_group(1)", "copy.wait_group(2)", prefill),
     Break("no fence", prepare.bounded_pairs, "fence_async_shared()", "pass", prefill),
     Break("a state is taken before it is there", recurrence.compute, "wait(semaphore - SLICES)", "pass", stream_k),

@@ -14,16 +14,11 @@ from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import SINGLE_BF16, Step
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
-    SPOILT,
+    RECORD_CHECKS,
     WHOLE_HEADS,
-    check_floor,
     check_replay,
     check_rounds,
-    check_rows_of_records,
-    check_spoilt_token,
     check_step,
-    check_strong_decays,
-    check_wild_counts,
     counts_of,
 )
 from ..support.readouts import check_readout
@@ -54,79 +49,24 @@ def test_a_replay_is_the_accepted_state(step: Step):
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
 
 
-def check_heads(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", WHOLE_HEADS[::2], ids=lambda step: step.name)
+def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
     """With a CTA a head in `commit`."""
     monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", 0)
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
 
 
-@pytest.mark.parametrize("step", WHOLE_HEADS[::2], ids=lambda step: step.name)
-def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
-    check_heads(step, monkeypatch)
+ROUNDS = [{}, {"state": BF16}, {"S": 9, "gate": "softplus", "group": 2}, {"S": 16}, {"S": 16, "gate": "softplus"}]
 
 
-@pytest.mark.parametrize(("K", "tokens"), [(64, 4), (128, 16)])
-def test_whole_heads_are_their_slices(K: int, tokens: int, monkeypatch: pytest.MonkeyPatch):
-    """To the last bit. A slice whose count is too low keeps its state."""
-    N, HV, V = 3, 2, 128
-    draw = torch.Generator().manual_seed(0)
-    records = torch.randn(fd.replay_buffer(N, tokens, HV, K, V).shape, generator=draw)
-    records[:, 0, :, counts_of(K, V)] = float(tokens)
-    records[0, 0, 1, 2 * K + V + 1] = records[1, 0, 0, 2 * K + V] = 1.0
-    pool = torch.randn(N, HV, V, K, generator=draw).to(BF16)
-    slots, accepted = torch.arange(N, dtype=torch.int32), torch.full((N,), tokens - 1, dtype=torch.int32)
-    found = []
-    for at_once in (1000, 0):
-        monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", at_once)
-        states, given = pool.clone(), records.clone()
-        fd.commit(states, given, slots, accepted, backend="hopper")
-        found.append((states, given))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    kept = (found[1][0] == pool).unflatten(2, (2, 64)).flatten(3).all(3)
-    assert kept.nonzero().tolist() == [[0, 1, 1], [1, 0, 0]]
+@pytest.mark.parametrize("options", ROUNDS, ids=str)
+def test_rounds_of_replay_are_steps_one_by_one(options: dict):
+    check_rounds(4, "hopper", K=64, dtype=BF16, **options)
 
 
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
-    check_rounds(4, "hopper", state=state, K=64, dtype=BF16)
-
-
-def test_rounds_of_replay_without_a_bound():
-    check_rounds(4, "hopper", S=9, K=64, dtype=BF16, gate="softplus", group=2)
-
-
-@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
-def test_rounds_of_seventeen_tokens(gate: str):
-    check_rounds(4, "hopper", S=16, K=64, dtype=BF16, gate=gate)
-
-
-def test_which_rows_of_records_are_written_and_emptied():
-    check_rows_of_records("hopper", K=64, dtype=BF16)
-
-
-@pytest.mark.parametrize(("name", "token"), SPOILT)
-def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
-    gate = "logsigmoid" if token % 2 else "lower_bound"
-    check_spoilt_token(name, token, gate, "hopper", K=64, dtype=BF16)
-
-
-@pytest.mark.parametrize(("name", "gate"), [("k", "lower_bound"), ("g", "logsigmoid"), ("beta", "lower_bound")])
-def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str):
-    check_spoilt_token(name, 16, gate, "hopper", K=64, dtype=BF16, S=16)
-
-
-@pytest.mark.parametrize(("gate", "tokens"), [("none", 4), ("softplus", 16), ("logsigmoid", 7), ("logsigmoid", 17)])
-def test_decays_without_a_bound(gate: str, tokens: int):
-    check_strong_decays(gate, tokens, "hopper", dtype=BF16)
-
-
-@pytest.mark.parametrize("tokens", [16, 17])
-def test_tokens_at_the_floor_of_the_gate(tokens: int):
-    check_floor(tokens, "hopper", dtype=BF16)
-
-
-def test_wild_counts_of_records():
-    check_wild_counts("hopper")
+@pytest.mark.parametrize("name", RECORD_CHECKS)
+def test_records(name: str):
+    RECORD_CHECKS[name](backend="hopper", K=64, dtype=BF16)
 
 
 @pytest.mark.parametrize(

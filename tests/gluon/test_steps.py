@@ -15,9 +15,8 @@ from flashdelta.hopper import build, recurrence
 from flashdelta.parallel import context_parallel
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, on_gpu
-from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, buffer_truth
+from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, hold_buffers
 from ..support.cases import BF16, FP32, Case
-from ..support.inputs import TOKEN_TENSORS
 from ..support.oracle import (
     assert_close,
     covered_tokens,
@@ -28,7 +27,7 @@ from ..support.oracle import (
     tolerance_of,
     truth,
 )
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id, pool_truth
+from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
 from ..support.ranks import Cut
 from ..support.virtual import on_ranks
 from ..unit.test_hopper_choice import TABLE
@@ -126,12 +125,8 @@ POOLS = [case for case in PLAIN_POOLS + CHECKPOINT_POOLS if case.name in POOL_NA
 @pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
 def test_pools(pool_case: PoolCase):
     case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
-    call = pool_call(replace(pool_case, case=case), BF16) | {"split": False}
-    true_o, true_pool = pool_truth(call)
-    tokens = covered_tokens(call)
-    o, _ = poisoned(call | {"backend": "hopper"})
-    assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
-    assert_close("pool", call["state_pool"], true_pool, tolerance_of(call) + 4e-3)
+    call = pool_call(replace(pool_case, case=case), BF16) | {"split": False, "backend": "hopper"}
+    hold_pool(fd.chunk_kda, call, tolerance_of(call), tolerance_of(call) + 4e-3)
 
 
 BUFFERS = [case for case in CASES if case.name in ("every_128_batch", "every_pool", "many_offsets", "only_final_bf16")]
@@ -139,13 +134,9 @@ BUFFERS = [case for case in CASES if case.name in ("every_128_batch", "every_poo
 
 @pytest.mark.parametrize("buffer_case", BUFFERS, ids=buffer_id)
 def test_buffers(buffer_case: BufferCase):
-    call = buffer_call(replace(buffer_case, case=replace(on_gpu(buffer_case.case), K=128)), BF16) | {"split": False}
-    want, tokens = buffer_truth(call), covered_tokens(call)
-    results = poisoned(call | {"backend": "hopper"})
-    assert_close("o", results[0][:, tokens], want.o[:, tokens], tolerance_of(call))
-    for name, wanted in (("checkpoint_states", want.buffer), ("final_state", want.final), ("state_pool", want.pool)):
-        if name in call:
-            assert_close(name, call[name], wanted, tolerance_of(call) + 4e-3)
+    case = replace(buffer_case, case=replace(on_gpu(buffer_case.case), K=128))
+    call = buffer_call(case, BF16) | {"split": False, "backend": "hopper"}
+    hold_buffers(call, tolerance_of(call), lambda dtype: tolerance_of(call) + 4e-3)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -184,31 +175,6 @@ def test_the_second_of_two_ranks_goes_on_to_the_bit(K: int, v_first: bool):
     cut = Cut(steps_call(replace(LONG, K=K, lengths=(6, 134), v_first=v_first)) | {"output_final_state": True}, 2)
     found, wanted = cut.over_ranks(), cut.whole()
     assert all(same_bits(found[name], x) for name, x in wanted.items())
-
-
-def test_many_heads_over_ranks(monkeypatch: pytest.MonkeyPatch):
-    """As many as it takes, without a word about splits."""
-    monkeypatch.undo()
-    call = steps_call(replace(LONG, H=32, HV=32, lengths=(6, 134))) | {"output_final_state": True, "split": "auto"}
-    cut = Cut(call, 2)
-    with mock.patch.object(build, "prepare_steps", wraps=build.prepare_steps) as ran:
-        found = cut.over_ranks()
-    assert ran.call_count == 2
-    assert all(same_bits(found[name], x) for name, x in cut.whole().items())
-
-
-def test_batch_rows_over_ranks():
-    call = steps_call(replace(LONG, B=2, T=150)) | {"output_final_state": True}
-    wanted = fd.chunk_kda(**float64(call) | {"backend": "reference"})
-
-    def run(group):
-        tokens = slice(0, 64) if group.rank() == 0 else slice(64, 150)
-        own = {name: call[name][:, tokens] for name in TOKEN_TENSORS}
-        return fd.chunk_kda(**call | own, group=group)
-
-    (first, _), (second, final_state) = on_ranks(2, run)
-    assert_close("o", torch.cat([first, second], dim=1), wanted[0], tolerance_of(call))
-    assert_close("final_state", final_state, wanted[1], tolerance_of(call))
 
 
 def test_a_pool_over_ranks():

@@ -151,11 +151,3 @@ def test_no_factor_loses_what_its_product_has():
     want, found = truth(call), poisoned(call)
     later = slice(16, 24)
     assert relative_error(found[0][:, later], want[0][:, later]) < 1e-2
-
-
-def test_a_head_that_hardly_ever_fits_may_forget_little():
-    """By its parameters such a head never tries the path of bounded gates; here its inputs close the gates."""
-    call = steps_call(replace(FORGETFUL, name="closed gates", T=130))
-    call["A_log"] = torch.full_like(call["A_log"], 2.5)
-    call["g"] = call["g"] - 12.0
-    compare(call)

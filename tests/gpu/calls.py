@@ -72,6 +72,23 @@ def write_late(indices, wanted, N: tl.constexpr, ROUNDS: tl.constexpr):
     tl.store(indices + i, (x + 0.5).to(tl.int32))
 
 
+def check_late(prepare: Callable[[torch.Tensor], Callable[[], list]], wanted: torch.Tensor, before: int) -> None:
+    """A kernel that starts early may see what indices were `before` the kernel before it wrote what is wanted; what counts is
+    what they are. `prepare`: a call with these indices, on memory of its own, which returns its results."""
+    want = prepare(wanted)()
+    # of a length that one program writes
+    indices = torch.full((64,), before, device="cuda", dtype=wanted.dtype)
+    late, given = torch.nn.functional.pad(wanted, (0, 64 - len(wanted))), indices[: len(wanted)]
+    for _ in range(CALLS_TO_A_REPLAY):
+        indices.copy_(late)
+        prepare(given)()
+    for _ in range(20):
+        indices.fill_(before)
+        run = prepare(given)
+        write_late[(1,)](indices, late, 64, 2000, num_warps=1, launch_pdl=True)
+        assert all(same_bits(x, y) for x, y in zip(run(), want, strict=True))
+
+
 def on_gpu(case: Case) -> Case:
     """The case at the head dimensions of the models, still with K != V."""
     return replace(case, K=128, V=64) if case.K == 32 else case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,29 +12,21 @@ import torch
 import flashdelta as fd
 
 from ..support.cases import BF16, FP32, case_id
-from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step
+from ..support.decoding import SINGLE_BF16, STEPS, Step, make_step
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
     OTHER_ROUNDS,
+    RECORD_CHECKS,
     REPLAYED,
-    SPOILT,
     WHOLE_HEADS,
-    accepted_steps,
-    check_floor,
     check_replay,
     check_rounds,
-    check_rows_of_records,
-    check_spoilt_token,
     check_step,
-    check_strong_decays,
-    check_wild_counts,
     counts_of,
     replay_buffer,
 )
-from ..support.inputs import TOKEN_TENSORS, narrow
-from ..support.oracle import assert_close, float64, one_rounding, relative_error, same_bits
-from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, overlapping, peer, whole_heads, write_late
-from .calls import KIMI as PROMPT
+from ..support.oracle import float64, relative_error, same_bits
+from .calls import CALLS_TO_A_REPLAY, captured, check_late, compilations, overlapping, peer, whole_heads
 
 pytestmark = pytest.mark.gpu
 
@@ -73,29 +66,6 @@ def test_step_of_few_by_the_kernel_for_many(step: Step, other_backend: str, monk
     check_step(fd.recurrent_kda, step, BF16, other_backend, "cuda")
 
 
-@pytest.mark.parametrize("step", MODELS, ids=case_id)
-def test_a_repeated_step_has_its_own_tensors(step: Step, backend: str):
-    """Later calls of a kind run by a plan that an earlier one left."""
-    for seed in range(CALLS_TO_A_REPLAY + 2):
-        check_step(fd.recurrent_kda, step, BF16, backend, "cuda", seed)
-
-
-def test_a_repeated_step_is_checked_as_the_first(backend: str):
-    call = make_step(KIMI, BF16, "cuda") | {"backend": backend}
-    output = torch.empty_like(call["v"])
-    for _ in range(CALLS_TO_A_REPLAY):
-        fd.recurrent_kda(**call, output=output)
-    for wrong in ({"beta": call["beta"][:, :, :-1]}, {"k": call["k"].float()}, {"v": call["v"].cpu()}):
-        with pytest.raises((ValueError, TypeError)):
-            fd.recurrent_kda(**call | wrong, output=output)
-    pool = call["initial_state"]
-    inside = pool[0].view(-1).view(BF16)[: output.numel()].view(output.shape)
-    for name, shared in (("v", call["v"]), ("initial_state", inside)):
-        for _ in range(CALLS_TO_A_REPLAY):
-            with pytest.raises(ValueError, match=f"^output: got memory shared with {name}"):
-                fd.recurrent_kda(**call, output=shared)
-
-
 def test_no_allocation_with_output(backend: str):
     call = make_step(KIMI, BF16, "cuda") | {"backend": backend}
     output = torch.empty_like(call["v"])
@@ -105,78 +75,6 @@ def test_no_allocation_with_output(backend: str):
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         fd.recurrent_kda(**call, output=output)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-
-
-@overlapping
-@pytest.mark.parametrize("before", [0, 511, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
-@pytest.mark.parametrize("N", [1, 64])
-def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend: str):
-    """A kernel that starts early may see what the indices were before; what counts is what they are."""
-    step = replace(KIMI, H=8, HV=8, B=64, slots=512, gap=0, indices=tuple(range(64)), state=BF16)
-    call = make_step(step, BF16, "cuda") | {"backend": backend}
-    call |= {name: call[name][:N] for name in ("q", "k", "v", "g", "beta")}
-    wanted = torch.randperm(256, device="cuda")[:N].int() + 128
-    pool = call["initial_state"]
-    want_pool = pool.clone()
-    want, _ = fd.recurrent_kda(**call | {"initial_state": want_pool, "ssm_state_indices": wanted})
-    indices = torch.empty_like(wanted)
-    given = call | {"ssm_state_indices": indices}
-    for _ in range(CALLS_TO_A_REPLAY):
-        indices.copy_(wanted)
-        fd.recurrent_kda(**given | {"initial_state": pool.clone()})
-    for _ in range(20):
-        indices.fill_(before)
-        used = pool.clone()
-        write_late[(1,)](indices, wanted, N, 2000, num_warps=1, launch_pdl=True)
-        o, _ = fd.recurrent_kda(**given | {"initial_state": used})
-        assert same_bits(o, want)
-        assert same_bits(used, want_pool)
-
-
-@overlapping
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("before", [0, -1, 2**30], ids=["a slot", "no slot", "far outside"])
-def test_slots_of_a_commit_that_the_kernel_before_writes_late(before: int, state: torch.dtype, backend: str):
-    N, S, HV = 64, 3, 2
-    records = torch.randn(fd.replay_buffer(N, S, HV, 128, 128).shape, device="cuda")
-    records[:, 0, :, counts_of(128, 128)] = 1.0 + S
-    pool = torch.randn(256, HV, 128, 128, device="cuda").to(state)
-    wanted = torch.randperm(128, device="cuda")[:N].int() + 128
-    rows, accepted = (x.int() for x in (torch.arange(N, device="cuda"), torch.full((N,), 1 + S, device="cuda")))
-    slots = torch.empty_like(wanted)
-
-    def committed(given: torch.Tensor, late: bool) -> torch.Tensor:
-        states, own = pool.clone(), records.clone()
-        if late:
-            given.fill_(before)
-            write_late[(1,)](given, wanted, N, 2000, num_warps=1, launch_pdl=True)
-        fd.commit(states, own, given, accepted, intermediate_state_indices=rows, backend=backend)
-        return states
-
-    want = committed(wanted, False)
-    slots.copy_(wanted)
-    for _ in range(CALLS_TO_A_REPLAY):
-        assert same_bits(committed(slots, False), want)
-    for _ in range(20):
-        assert same_bits(committed(slots, True), want)
-
-
-SHARED = (*TOKEN_TENSORS, "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel")
-SHARED += ("use_qk_l2norm_in_kernel", "state_v_first")
-"""Arguments that `recurrent_kda` has by the same names as `chunk_kda`."""
-
-
-@pytest.mark.parametrize("v_first", [True, False])
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_one_step_is_the_last_token_of_a_prefill(state: torch.dtype, v_first: bool, backend: str):
-    call = gpu_call(fd.chunk_kda, replace(PROMPT, B=2, T=77, v_first=v_first))
-    want, want_state = fd.chunk_kda(**call)
-    _, before = fd.chunk_kda(**narrow(call, 0, 76))
-    pool = before.to(state)
-    last = {name: x for name, x in narrow(call, 76, 77).items() if name in SHARED}
-    o, _ = fd.recurrent_kda(**last, initial_state=pool, beta_is_logit=True, backend=backend)
-    assert_close("o", o, want[:, -1:], 1e-2)
-    assert_close("state", pool, want_state, 6e-3 + one_rounding(state))
 
 
 def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
@@ -207,21 +105,37 @@ def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
     assert sum(errors["ours"]) <= 1.02 * sum(errors["fla"])
 
 
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backend: str):
-    """Read-only verification of 4 tokens, then commit of 1 to 4 of them, against single steps."""
-    step = replace(KIMI, T=4, B=4, spec=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
+@overlapping
+@pytest.mark.parametrize("before", [0, 511, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
+@pytest.mark.parametrize("N", [1, 64])
+def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend: str):
+    step = replace(KIMI, H=8, HV=8, B=64, slots=512, gap=0, indices=tuple(range(64)), state=BF16)
     call = make_step(step, BF16, "cuda") | {"backend": backend}
-    accepted = torch.tensor([1, 4, 2, 3], device="cuda", dtype=torch.int32)
-    outputs, pool = accepted_steps(call, accepted)
-    o, _ = fd.recurrent_kda(**call)
-    committed = ("initial_state", "intermediate_states", "ssm_state_indices", "intermediate_state_indices")
-    fd.commit(**{name: call[name] for name in committed}, num_accepted_tokens=accepted, backend=backend)
-    tolerance = 6e-3 if state == FP32 else 3e-2  # single steps round the state between tokens
-    assert_close("o", o[0, :1], outputs[0][0], tolerance)
-    assert_close("o", o[1], torch.cat([x[1] for x in outputs]), tolerance)
-    kept = [0, 3]
-    assert_close("pool", call["initial_state"][kept], pool[kept], tolerance)
+    call |= {name: call[name][:N] for name in ("q", "k", "v", "g", "beta")}
+
+    def prepare(indices: torch.Tensor) -> Callable[[], list]:
+        pool = call["initial_state"].clone()
+        return lambda: [fd.recurrent_kda(**call | {"initial_state": pool, "ssm_state_indices": indices})[0], pool]
+
+    check_late(prepare, torch.randperm(256, device="cuda")[:N].int() + 128, before)
+
+
+@overlapping
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("before", [0, -1, 2**30], ids=["a slot", "no slot", "far outside"])
+def test_slots_of_a_commit_that_the_kernel_before_writes_late(before: int, state: torch.dtype, backend: str):
+    N, S, HV = 64, 3, 2
+    records = torch.randn(fd.replay_buffer(N, S, HV, 128, 128).shape, device="cuda")
+    records[:, 0, :, counts_of(128, 128)] = 1.0 + S
+    pool = torch.randn(256, HV, 128, 128, device="cuda").to(state)
+    rows, accepted = (x.int() for x in (torch.arange(N, device="cuda"), torch.full((N,), 1 + S, device="cuda")))
+
+    def prepare(slots: torch.Tensor) -> Callable[[], list]:
+        states, own = pool.clone(), records.clone()
+        given = {"intermediate_state_indices": rows, "backend": backend}
+        return lambda: [fd.commit(states, own, slots, accepted, **given), states][1:]
+
+    check_late(prepare, torch.randperm(128, device="cuda")[:N].int() + 128, before)
 
 
 REPLAYS = [
@@ -250,47 +164,19 @@ def test_a_replay_of_whole_heads(step: Step, other_backend: str):
         check_replay(step, BF16, other_backend, "cuda")
 
 
-@pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: dict, backend: str):
-    check_rounds(200, backend, "cuda", state=state, dtype=BF16, **{"K": 64} | other)
+ROUNDS = [*({"K": 64, "state": state} | other for state in (FP32, BF16) for other in OTHER_ROUNDS)]
+ROUNDS += [{"K": 64, "S": 16, "gate": gate} for gate in ("lower_bound", "softplus")]
 
 
-@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
-def test_many_rounds_of_seventeen_tokens(gate: str, backend: str):
-    check_rounds(200, backend, "cuda", S=16, K=64, dtype=BF16, gate=gate)
+@pytest.mark.parametrize("options", ROUNDS, ids=str)
+def test_many_rounds_of_replay_are_steps_one_by_one(options: dict, backend: str):
+    check_rounds(200, backend, "cuda", dtype=BF16, **options)
 
 
-def test_which_rows_of_records_are_written_and_emptied(backend: str):
-    check_rows_of_records(backend, "cuda", K=64, dtype=BF16)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("tokens", [16, 17])
-def test_tokens_at_the_floor_of_the_gate(tokens: int, dtype: torch.dtype, backend: str):
-    check_floor(tokens, backend, "cuda", dtype=dtype)
-
-
-@pytest.mark.parametrize("tokens", [4, 7, 16, 17])
-@pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
-def test_decays_without_a_bound(gate: str, tokens: int, backend: str):
-    check_strong_decays(gate, tokens, backend, "cuda", dtype=BF16)
-
-
-def test_wild_counts_of_records(backend: str):
-    check_wild_counts(backend, "cuda")
-
-
-@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
-@pytest.mark.parametrize(("name", "token"), SPOILT)
-def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str, backend: str):
-    check_spoilt_token(name, token, gate, backend, "cuda", K=128, dtype=BF16)
-
-
-@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str, backend: str):
-    check_spoilt_token(name, 16, gate, backend, "cuda", K=128, dtype=BF16, S=16)
+@pytest.mark.parametrize(("K", "dtype"), [(64, FP32), (64, BF16), (128, BF16)], ids=str)
+@pytest.mark.parametrize("name", RECORD_CHECKS)
+def test_records(name: str, K: int, dtype: torch.dtype, backend: str):
+    RECORD_CHECKS[name](backend=backend, device="cuda", K=K, dtype=dtype)
 
 
 def test_whole_heads_in_many_rounds(other_backend: str):
@@ -390,15 +276,3 @@ def test_more_than_2_31_elements_in_a_pool(backend: str):
     o, _ = fd.recurrent_kda(**call | {"initial_state": pool, "ssm_state_indices": far})
     assert same_bits(o, want)
     assert same_bits(pool[far.long()], call["initial_state"][:3])
-
-
-@pytest.mark.parametrize("name", ["paged", "spec_packed", "verify_rows"])
-def test_nan_stays_in_its_sequence(name: str, backend: str):
-    step = BY_NAME[name]
-    clean, spoiled = (make_step(step, BF16, "cuda") | {"backend": backend} for _ in range(2))
-    first = 1 if step.lengths is None else step.lengths[0]
-    at = (slice(0, 1), slice(None)) if step.lengths is None else (slice(None), slice(0, first))
-    spoiled["v"][at] = torch.nan
-    (want, _), (o, _) = (fd.recurrent_kda(**call) for call in (clean, spoiled))
-    got, want = (x.flatten(0, 1)[first : step.tokens] for x in (o, want))
-    assert same_bits(got, want)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 import flashdelta as fd
 
-from ..support.fused import FUSED_STEPS, FusedStep, expected_fused, make_fused
-from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused, heads_of
+from ..support.fused import FUSED_STEPS, FusedStep, make_fused
+from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused
 from ..support.oracle import TOLERANCE, assert_close, same_bits
-from .calls import CALLS_TO_A_REPLAY, captured, overlapping, write_late
+from ..support.pools import copied as laid_out_alike
+from .calls import check_late, overlapping
 
 pytestmark = pytest.mark.gpu
 
@@ -78,10 +77,6 @@ def copied(call: dict) -> dict:
     return call | {name: laid_out_alike(call[name]) for name in WRITTEN if name in call}
 
 
-def laid_out_alike(x: Tensor) -> Tensor:
-    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
-
-
 @pytest.mark.parametrize(
     "name", ["heads_12", "many_bf16", "gva8_model", "gva8_bf16", "gva8_drafts", "gva8_replay", "K128_V64"]
 )
@@ -104,53 +99,18 @@ def test_a_thousand_calls_have_the_same_bits(name: str, backend: str):
     assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("name", ["heads_12", "gva8_model", "many", "heads_12_bf16"])
-def test_a_graph_replays_with_other_slots(name: str, backend: str):
-    """And other rows: what the call would have done."""
-    step = BY_NAME[name]
-    call = make_fused(step, BF16, "cuda")
-    output = torch.empty(heads_of(step), device="cuda", dtype=BF16)
-    run = partial(fd.fused_kda_decode, **call, output=output, backend=backend)
-    for _ in range(CALLS_TO_A_REPLAY):
-        run()
-    gc.collect()  # what earlier tests left in cycles must not go meanwhile
-    before = torch.cuda.memory_allocated()
-    run()
-    assert torch.cuda.memory_allocated() == before
-    graph, _ = captured(run)
-    slots = [-1, *reversed(step.indices[1:])]
-    call["state_indices"].copy_(torch.tensor(slots))
-    call["x"].copy_(call["x"].flip(0))
-    want = expected_fused(replace(step, indices=tuple(slots)), call)
-    graph.replay()
-    assert_close("o", output.flatten(0, 1).cpu(), want.o, TOLERANCE[BF16])
-    assert output[0].eq(0).all()
-    for slot in want.moved:
-        assert same_bits(call["conv_state"][slot].cpu().contiguous(), want.windows[slot].to(BF16).contiguous())
-
-
 @overlapping
 @pytest.mark.parametrize("before", [0, 39, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
 @pytest.mark.parametrize("name", ["heads_12", "heads_12_bf16", "gva8_model", "many_bf16"])
 def test_indices_that_the_kernel_before_writes_late(name: str, before: int, backend: str):
-    """A kernel that starts early may see what the indices were before; what counts is what they are."""
-    step = BY_NAME[name]
-    call = make_fused(step, BF16, "cuda")
-    first = copied(call)
-    want = fd.fused_kda_decode(**first, backend=backend)
-    wanted = call["state_indices"].clone()
-    for _ in range(20):
-        used = copied(call)
-        # of a length that one program writes
-        indices = torch.full((64,), before, device="cuda", dtype=wanted.dtype)
-        late = torch.nn.functional.pad(wanted, (0, 64 - len(wanted)))
-        given = used | {"state_indices": indices[: len(wanted)]}
-        for _ in range(CALLS_TO_A_REPLAY):
-            fd.fused_kda_decode(**copied(given), backend=backend)
-        write_late[(1,)](indices, late, 64, 2000, num_warps=1, launch_pdl=True)
-        o = fd.fused_kda_decode(**given, backend=backend)
-        assert same_bits(o, want)
-        assert all(same_bits(used[x], first[x]) for x in WRITTEN if x in used)
+    call = make_fused(BY_NAME[name], BF16, "cuda")
+
+    def prepare(indices: torch.Tensor) -> Callable[[], list]:
+        given = copied(call) | {"state_indices": indices}
+        written = [given[x] for x in WRITTEN if x in given]
+        return lambda: [fd.fused_kda_decode(**given, backend=backend), *written]
+
+    check_late(prepare, call["state_indices"].clone(), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import flashdelta as fd
-from flashdelta.backends import KERNEL
-from flashdelta.runtime.call import public_call
-
 from ..support.cases import BF16
 from ..support.oracle import relative_error
-from ..support.pace import MOST_YARDSTICKS, pace, yardstick
-from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu
 
@@ -230,22 +224,6 @@ def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[st
     assert max(relative_error(found[name], x) for name, x in want.items()) < 0.05
 
 
-def test_packed_states_of_chunks():
-    """FLA's `h`, whose rows are the chunks there are."""
-    from fla.ops.kda import chunk_kda
-
-    call = gpu_call(fd.chunk_kda, KIMI, BF16, "auto")
-    offsets = torch.tensor([0, 100, 100, call["q"].shape[1]], device="cuda")
-    named = {name: call[name][:1] for name in ("q", "k", "v", "beta")} | {"g": -call["g"][:1].float().abs()}
-    with torch.inference_mode():
-        _, _, h = chunk_kda(**named, cu_seqlens=offsets, return_intermediate_states=True, use_qk_l2norm_in_kernel=True)
-        _fla.disable()
-        _, _, want = chunk_kda(
-            **named, cu_seqlens=offsets, return_intermediate_states=True, use_qk_l2norm_in_kernel=True
-        )
-    assert h.shape == want.shape and relative_error(h, want.double()) < 0.02
-
-
 def test_a_stage_of_calls_that_fla_keeps(reached: list[str], monkeypatch: pytest.MonkeyPatch):
     """Its gradients are those of FLA's own stage."""
     from fla.ops.kda import chunk_kda
@@ -271,32 +249,6 @@ def test_a_stage_of_calls_that_fla_keeps(reached: list[str], monkeypatch: pytest
     want = gradients()
     assert stages == ["wy"]
     assert max(relative_error(x, y.double()) for x, y in zip(found, want)) < 0.02
-
-
-def test_a_pace_counts_yardsticks():
-    """And a question that takes too many fails."""
-    ratio, _ = pace(lambda: [yardstick() for _ in range(30)])
-    assert MOST_YARDSTICKS < ratio < 36
-
-
-def test_a_question_while_a_graph_is_captured_and_how_long_flas_takes():
-    call = gpu_call(fd.chunk_kda, KIMI, BF16, "auto")
-    graph, seen = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        x = call["q"] + 1
-        seen += [fd.supports(fd.chunk_kda, **call), fd.supports(fd.chunk_kda, **call, scale=0.25)]
-    graph.replay()
-    assert all(seen) and x.shape == call["q"].shape
-    asked = public_call(fd.chunk_kda)
-    named = {name: x for name, x in call.items() if name != "backend"} | {"backend": KERNEL}
-    wide = named | {name: torch.zeros(1, 64, 2, 48, device="cuda", dtype=BF16) for name in "qkvg"}
-    wide["beta"] = wide["q"][..., 0]
-    fd.chunk_kda(**named)
-    for given, refused in ((named, False), (wide, True)):
-        assert (asked.refusal(given) is not None) is refused
-        ratio, seconds = min(pace(lambda given=given: asked.refusal(given)) for _ in range(3))
-        print(f"refused: {refused}, {seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
-        assert ratio < MOST_YARDSTICKS
 
 
 def test_packed_documents_are_documents_by_themselves():

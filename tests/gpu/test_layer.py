@@ -136,23 +136,3 @@ def test_a_graph_replays_with_other_slots(name: str):
     there = ~want.isnan()
     close(out.cpu()[there], want[there], torch.bfloat16)
     assert same_bits(call["state_pool"].cpu(), states.bfloat16())
-
-
-def test_compiled_is_eager():
-    norm, convolution = make_norm(NORMS[-1], torch.bfloat16, "cuda"), make_convolution(MODEL, torch.bfloat16, "cuda")
-
-    def layer(x: Tensor, z: Tensor) -> Tensor:
-        o = fd.short_convolution(**convolution | {"x": x})[0][:, :429]
-        return fd.gated_rms_norm(o.unflatten(2, (-1, 128)), z, norm["weight"])
-
-    x = convolution["x"]
-    z = torch.randn(1, 429, 12, 128, device="cuda", dtype=torch.bfloat16)
-
-    def run(function: Callable) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_(), z.clone().requires_grad_()]
-        o = function(*leaves)
-        return [o, *torch.autograd.grad(o.float().square().sum(), leaves)]
-
-    torch._dynamo.reset()
-    for found, want in zip(run(torch.compile(layer, fullgraph=True)), run(layer)):
-        close(found, want.double(), torch.bfloat16)

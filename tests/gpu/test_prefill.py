@@ -10,16 +10,14 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.problem.arguments import Operation
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as road
 from flashdelta.triton.build import build
 
 from ..support.cases import FP32, Case, case_id
-from ..support.inputs import LAYOUTS
 from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
-from .calls import CALLS_TO_A_REPLAY, assert_same_bits, requested_bytes
+from .calls import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +68,8 @@ def check_every_length(size: tuple[int, int, int], run: Callable[[dict], tuple])
     call = prefill_call(sized(replace(PLAIN, T=LONGEST), size), "cuda")
     o, w, u = truth(call)
     for T in range(1, LONGEST + 1):
-        found = run(tokens_of(call, slice(T)))
+        with poisoned_memory():
+            found = run(tokens_of(call, slice(T)))
         assert_close(f"o, T = {T}", found[0], o[:, :, :T], TOLERANCE[FP32])
         for name, got, want in zip("wu", found[1:], (w, u)):
             rows = got.flatten(2, 3)
@@ -80,11 +79,7 @@ def check_every_length(size: tuple[int, int, int], run: Callable[[dict], tuple])
 
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
 def test_every_length(size: tuple[int, int, int]):
-    def run(call: dict) -> tuple:
-        with poisoned_memory():
-            return fd.kda_prefill(**call)
-
-    check_every_length(size, run)
+    check_every_length(size, lambda call: fd.kda_prefill(**call))
 
 
 @pytest.mark.parametrize("arch", [80, 89, 120])
@@ -140,68 +135,3 @@ REPEATED = [
     replace(LOGITS, name="batch", B=2, H=3, HV=3, T=130, scale=0.5),
     replace(sized(PLAIN, SIZES[-1]), name="long", H=8, HV=8, T=1000),
 ]
-
-
-def refuse(*arguments: object) -> None:
-    raise AssertionError("worked out again")
-
-
-@pytest.mark.parametrize("by_operator", [False, True])
-@pytest.mark.parametrize("case", REPEATED, ids=case_id)
-def test_a_call_with_a_plan_gives_the_bits_of_one_without(
-    case: Case, by_operator: bool, monkeypatch: pytest.MonkeyPatch
-):
-    call = prefill_call(case, "cuda")
-    way = torch.ops.kda_prefill.forward if by_operator else fd.kda_prefill
-    want = way(**call)
-    monkeypatch.setattr(Operation, "check", refuse)
-    copies = {name: call[name].clone() for name in INPUTS}
-    for given in (call, call | copies):
-        assert_same_bits(way(**given), want)
-
-
-def test_a_repeated_call_is_checked_as_the_first():
-    """Another shape, dtype, stride, device, alignment or need of a gradient is another call."""
-    case = REPEATED[0]
-    call = prefill_call(case, "cuda")
-    for _ in range(CALLS_TO_A_REPLAY):
-        fd.kda_prefill(**call)
-    wrong = {
-        "k": call["k"][:, :, :-1].contiguous(),
-        "g": call["g"].bfloat16(),
-        "v": call["v"].transpose(1, 2).contiguous().transpose(1, 2),
-        "beta": call["beta"].cpu(),
-        "q": call["q"].clone().requires_grad_(),
-        "scale": "1",
-        "chunk_size": float(call["chunk_size"]),
-        "gate": "softplus",
-        "precision": "tf32",
-        "backend": "hopper",
-    }
-    for name, x in wrong.items():
-        with pytest.raises((ValueError, TypeError), match=rf"^{name}: got"):
-            fd.kda_prefill(**call | {name: x})
-    odd = LAYOUTS["odd_offset"]({name: call[name] for name in INPUTS})
-    for _ in range(CALLS_TO_A_REPLAY):
-        hold(case, fd.kda_prefill(**call | odd), truth(call))
-
-
-def test_a_repeated_call_takes_no_more_memory():
-    """Its results and one workspace, nothing of which stays."""
-    call = prefill_call(replace(REPEATED[-1], T=1111), "cuda")
-    fd.kda_prefill(**call)  # what compilation leaves stays
-    peaks = []
-    for _ in range(CALLS_TO_A_REPLAY + 1):
-        results, kept, peak = requested_bytes(lambda: fd.kda_prefill(**call))
-        assert kept == sum(x.nbytes for x in results)
-        peaks.append(peak)
-        del results
-    assert max(peaks) <= peaks[0] + 1024
-
-
-def test_chunk_kda_agrees():
-    """It has no stage for the output, but the same formulas."""
-    call = prefill_call(replace(PLAIN, T=500), "cuda")
-    tensors = {name: call[name].transpose(1, 2).contiguous() for name in INPUTS}
-    want, _ = fd.chunk_kda(**tensors, backend="triton", split=False)
-    assert relative_error(fd.kda_prefill(**call)[0], want.transpose(1, 2)) < TOLERANCE[FP32]

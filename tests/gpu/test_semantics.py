@@ -10,10 +10,10 @@ import torch
 import flashdelta as fd
 
 from ..support.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, Case, case_id, named
-from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import assert_close, same_bits
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import same_bits
 from ..support.readouts import OPERATORS, check_layer, check_readout
-from .calls import KIMI, UNBOUNDED, assert_same_bits, check, gpu_call, on_gpu
+from .calls import KIMI, assert_same_bits, check, gpu_call, on_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -112,53 +112,7 @@ def test_inputs_are_never_written(op, backend: str):
             assert same_bits(call[name], x), (case.name, name)
 
 
-def test_nothing_beside_out_is_written(op, backend: str):
-    call = gpu_call(op, replace(KIMI, B=3, T=70), BF16, backend)
-    want, _ = op(**call)
-    buffer = torch.full((3, 70 + 58, 4, 2, 128), torch.nan, dtype=BF16, device="cuda")
-    o, _ = op(**call, out=buffer[:, :70, :, 1])
-    assert same_bits(o, want)
-    assert buffer[:, 70:].isnan().all()
-    assert buffer[:, :, :, 0].isnan().all()
-
-
 # ---- gradients: the reference on the GPU, until a backend has kernels for them --------------------------------------
-
-
-def test_a_transform_of_something_else_leaves_the_call_as_it_is(backend: str):
-    """The first call of a shape, and one whose launches are recorded."""
-    call = gpu_call(fd.chunk_kda, replace(KIMI, T=130), BF16, backend)
-
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return (fd.chunk_kda(**call)[0].float() * x).sum()
-
-    for _ in range(2):
-        assert torch.func.grad(scaled)(torch.ones((), device="cuda")) == fd.chunk_kda(**call)[0].float().sum()
-
-
-def test_gradients_on_the_gpu_are_those_on_the_cpu():
-    case = replace(UNBOUNDED, H=1, HV=2, T=40, state=FP32)
-
-    def gradients(device: str) -> dict[str, torch.Tensor]:
-        call = make_call(case, FP32, "cpu")
-        call = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-        leaves = {name: x.requires_grad_() for name, x in call.items() if isinstance(x, torch.Tensor)}
-        o, state = fd.chunk_kda(**call)
-        (o.square().sum() + state.square().sum()).backward()
-        return {name: x.grad.cpu() for name, x in leaves.items()}
-
-    on_cpu, found = gradients("cpu"), gradients("cuda")
-    for name, want in on_cpu.items():
-        assert_close(f"grad of {name}", found[name], want, 1e-4)
-
-
-def test_auto_takes_kernels_where_they_can_run():
-    call = gpu_call(fd.chunk_kda, KIMI) | {"backend": "auto"}
-    assert fd.explain(fd.chunk_kda, **call).chosen != "reference"
-    double = make_call(KIMI, torch.float64, "cuda")
-    assert fd.explain(fd.chunk_kda, **double).chosen == "reference"
-    call["q"].requires_grad_()
-    assert fd.chunk_kda(**call)[0].requires_grad
 
 
 def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):

@@ -16,7 +16,6 @@ from flashdelta.tools.devices import capture
 from ..support.cases import BF16, FP32, Case, case_id
 from ..support.inputs import make_call
 from ..support.oracle import chunked_truth, covered_tokens, relative_error, same_bits
-from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved
 from .calls import KIMI, UNBOUNDED, assert_same_bits, hold, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -100,21 +99,3 @@ def test_a_pool_in_place(memory: str):
         found = poisoned(call)[0]
         assert_same_bits((found,), (want,), covered_tokens(call))
         assert same_bits(pool, after)
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_what_moves_between_channels_is_remembered(other: int):
-    call = moved(replace(EXPLICIT, T=ONE.T, H=ONE.H, HV=ONE.HV), other, "cuda")
-    want = without_trials(call)
-    found = in_segments(call)
-    hold(call, found, chunked_truth(call))
-    assert_same_bits(found, want, covered_tokens(call))
-
-
-@pytest.mark.parametrize("gate", [-1 / 64, torch.nan])
-def test_one_channel_is_enough(gate: float):
-    """That stays, or of which nobody knows: neither role waits for a trial."""
-    g = torch.full((ONE.T // 64, 64, 128), -5.0)
-    g[..., 100] = gate
-    call = explicit_call(replace(EXPLICIT, T=ONE.T, H=ONE.H, HV=ONE.HV), g, device="cuda")
-    assert_same_bits(in_segments(call), without_trials(call), covered_tokens(call))

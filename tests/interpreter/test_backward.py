@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import flashdelta as fd
 from flashdelta.runtime import autograd
 from flashdelta.triton import gradients as kernels
-from flashdelta.triton import segments, wy
+from flashdelta.triton import segments
 
 from ..support.cases import BF16, BY_NAME, HARD_CASES, LENGTH_CASES, Case, case_id
 from ..support.gradients import (
+    assert_first_is_its_own,
     assert_nan_stays,
     check_gate_sums,
     gradients,
@@ -109,17 +111,6 @@ def test_token_by_token_gradients_are_those_of_the_chunks():
     assert all(torch.equal(found[name], x) for name, x in want.items())
 
 
-@pytest.mark.parametrize("name", ["bounded", "packed"])
-def test_gradients_with_held_value_channels(name: str, monkeypatch: pytest.MonkeyPatch):
-    """As `wy` is launched on Hopper."""
-    monkeypatch.setattr(wy, "wy_config", lambda problem, capability: wy.WyConfig(16, problem.V, 4, 3))
-    call = make_call(replace(KINDS[name], T=20))
-    grads = incoming(call)
-    with poisoned_memory():
-        found = gradients(call | KEPT, *grads)
-    assert_gradients(found, true_gradients(call, *grads))
-
-
 @pytest.mark.parametrize("name", ["bounded", "packed_int32"])
 def test_kept_gradients_are_those_of_a_forward_that_runs_again(name: str, monkeypatch: pytest.MonkeyPatch):
     call = make_call(replace(KINDS[name], T=66 if name == "bounded" else 17)) | {"backend": "triton"}
@@ -192,16 +183,6 @@ def test_checkpointing_drops_what_a_forward_keeps(options: dict, monkeypatch: py
     assert torch.equal(*torch.autograd.grad(loss, q), plain) and len(left) == 3 * count
 
 
-def test_a_retained_graph_has_what_a_forward_kept(monkeypatch: pytest.MonkeyPatch):
-    call = make_call(replace(SPLIT["v_first"], V=64, T=160)) | KEPT | {"split": 3}
-    q = call.pop("q").requires_grad_()
-    loss = fd.chunk_kda(q=q, **call)[0].sum()
-    monkeypatch.setattr(kernels, "prepare", None)  # no stage of the forward runs again
-    with poisoned_memory():
-        first, second = (torch.autograd.grad(loss, q, retain_graph=True) for _ in range(2))
-    assert torch.equal(*first, *second)
-
-
 @pytest.mark.parametrize(
     ("slots", "present"), [(0, (True, True)), (65, (True, False)), (300, (False, True)), (1030, (True, True))]
 )
@@ -223,47 +204,6 @@ def test_gradients_of_split_sequences_of_wide_states():
     assert all(error <= TOLERANCE for error in errors.values()), errors
 
 
-def test_what_was_kept_goes_with_the_graph():
-    call = make_call(KINDS["T33"]) | KEPT | {"output_final_state": False}
-    v = call["v"].requires_grad_()
-    o = fd.chunk_kda(**call)[0]
-    _, names = o.grad_fn.call
-    kept = [weakref.ref(x.untyped_storage()) for x in o.grad_fn.saved_tensors[-len(names) :]]
-    (first,) = torch.autograd.grad(o.sum(), v, retain_graph=True)
-    assert len(kept) == 4 and all(x() is not None for x in kept)
-    (second,) = torch.autograd.grad(o.sum(), v)
-    gc.collect()
-    assert torch.equal(first, second) and [x() for x in kept] == [None] * 4
-
-
-def test_gradients_have_their_inputs_dtypes():
-    call = make_call(small(KINDS["gva2"]), torch.float16)
-    call |= {name: call[name].float() for name in ("g", "beta")}
-    grads = incoming(call)
-    found = gradients(call | {"backend": "triton"}, *grads)
-    assert {name: x.dtype for name, x in found.items()} == {name: call[name].dtype for name in found}
-    assert all(found[name].shape == call[name].shape for name in found)
-    assert_gradients(found, true_gradients(call, *grads), 1e-2)
-
-
-def test_packed_gradients_are_those_of_each_sequence():
-    case = replace(KINDS["packed"], lengths=(17, 0, 40))
-    call = make_call(case) | KEPT
-    grad_o, grad_final = incoming(call)
-    together = gradients(call, grad_o, grad_final)
-    begin = 0
-    for n, length in enumerate(case.lengths):
-        own = slice(begin, begin + length)
-        begin += length
-        alone = call | {name: call[name][:, own] for name in TOKEN_TENSORS}
-        alone |= {"cu_seqlens": torch.tensor([0, length]), "initial_state": call["initial_state"][n : n + 1]}
-        found = gradients(alone, grad_o[:, own], grad_final[n : n + 1])
-        for name in TOKEN_TENSORS:
-            assert torch.equal(found[name], together[name][:, own]), name
-        assert torch.equal(found["initial_state"], together["initial_state"][n : n + 1])
-
-
-def test_nan_stays_in_its_sequence():
-    case = replace(KINDS["packed"], lengths=(17, 40))
-    call = make_call(case) | KEPT
-    assert_nan_stays(call)
+@pytest.mark.parametrize("hold", [assert_first_is_its_own, assert_nan_stays])
+def test_a_sequence_s_gradients_are_its_own(hold: Callable):
+    hold(make_call(replace(KINDS["packed"], lengths=(17, 40))) | KEPT)

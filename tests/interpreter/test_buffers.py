@@ -10,26 +10,10 @@ import torch
 
 import flashdelta as fd
 
-from ..support.buffers import (
-    BY_NAME,
-    BufferCase,
-    buffer_call,
-    buffer_id,
-    buffer_truth,
-    by_pieces,
-    untouched_rows,
-)
-from ..support.cases import BF16, FP16, FP32
+from ..support.buffers import BY_NAME, BufferCase, buffer_call, buffer_id, buffer_truth, by_pieces, hold_buffers
+from ..support.cases import FP32
 from ..support.decoding import memory_of
-from ..support.oracle import (
-    TOLERANCE,
-    as_recurrent,
-    assert_close,
-    covered_tokens,
-    poisoned_memory,
-    same_bits,
-    state_tolerance,
-)
+from ..support.oracle import TOLERANCE, as_recurrent, assert_close, covered_tokens, same_bits, state_tolerance
 
 SIZES: dict[str, dict] = {
     "every_64_chunk32": {"T": 100, "K": 32, "V": 32},
@@ -46,13 +30,10 @@ SIZES: dict[str, dict] = {
 }
 """As few chunks as show the thing."""
 
-MARKS = {
-    "offsets_batch": {"marks": ((48, 64), (0, 16)), "mark_rows": ((3, 4), (0, 5))},
-}
-
 
 def small(name: str) -> BufferCase:
-    buffer_case = replace(BY_NAME[name], **MARKS.get(name, {}))
+    two = {"marks": ((48, 64), (0, 16)), "mark_rows": ((3, 4), (0, 5))} if name == "offsets_batch" else {}
+    buffer_case = replace(BY_NAME[name], **two)
     return replace(buffer_case, case=replace(buffer_case.case, **{"HV": 1} | SIZES.get(name, {})))
 
 
@@ -63,45 +44,15 @@ SPLIT = [
 ]
 
 
-def check(buffer_case: BufferCase, dtype: torch.dtype) -> None:
-    """What the interpreter stores in bfloat16 it cuts off instead of rounding: near the truth is all that can be asked."""
-    call = buffer_call(buffer_case, dtype) | {"backend": "triton"}
-    want, tokens = buffer_truth(call), covered_tokens(call)
+def check(buffer_case: BufferCase) -> None:
+    call = buffer_call(buffer_case) | {"backend": "triton"}
     pieces = None if buffer_case.split else by_pieces(fd.chunk_kda, call)
-    buffer = call["checkpoint_states"]
-    before, untouched = memory_of(buffer).clone(), untouched_rows(call, want)
-    out = torch.full(call["v"].shape, torch.nan, dtype=dtype)
-    with poisoned_memory():
-        results = fd.chunk_kda(**call, out=out)
-    assert results[1] is call.get("final_state")
-    assert same_bits(memory_of(buffer)[untouched], before[untouched])
-    assert_close("o", out[:, tokens], want.o[:, tokens], TOLERANCE[dtype])
-    assert_close("checkpoint_states", buffer, want.buffer, 2 * state_tolerance(dtype, buffer.dtype))
-    if results[1] is not None:
-        assert_close("final_state", results[1], want.final, 2 * state_tolerance(dtype, results[1].dtype))
-    if pieces is None:
-        return
-    assert same_bits(out[:, tokens], pieces.o[:, tokens])
-    assert buffer.dtype == BF16 or same_bits(buffer, pieces.buffer)
-    assert results[1] is None or results[1].dtype == BF16 or same_bits(results[1], pieces.final)
-    assert pieces.h is None or same_bits(results[2], pieces.h)
-    assert pieces.pool is None or same_bits(call["state_pool"], pieces.pool)
+    hold_buffers(call, TOLERANCE[FP32], lambda dtype: 2 * state_tolerance(FP32, dtype), pieces)
 
 
 @pytest.mark.parametrize("buffer_case", SMALL + SPLIT, ids=buffer_id)
 def test_chunk(buffer_case: BufferCase):
-    check(buffer_case, FP32)
-
-
-def test_chunk_fp16():
-    """Packed, with a final state."""
-    check(small("every_packed"), FP16)
-
-
-def test_regular_checkpoints_are_rows_of_h():
-    call = buffer_call(replace(small("every_packed"), case=replace(small("every_packed").case, h=True), gap=0))
-    *_, h = fd.chunk_kda(**call, backend="triton")
-    assert same_bits(call["checkpoint_states"][:3], h[0, :3])
+    check(buffer_case)
 
 
 @pytest.mark.parametrize("name", ["only_final", "only_final_bf16"])

@@ -12,17 +12,12 @@ from flashdelta.triton import decode
 from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import BY_NAME, STEPS, Step
 from ..support.decoding_checks import (
+    RECORD_CHECKS,
     REPLAYED,
-    SPOILT,
     check_commit,
-    check_floor,
     check_replay,
     check_rounds,
-    check_rows_of_records,
-    check_spoilt_token,
     check_step,
-    check_strong_decays,
-    check_wild_counts,
     commit_call,
 )
 
@@ -61,33 +56,9 @@ def test_rounds_of_replay():
     check_rounds(3, "triton", S=16)
 
 
-def test_which_rows_of_records_are_written_and_emptied():
-    check_rows_of_records("triton")
-
-
-@pytest.mark.parametrize("tokens", [16, 17])
-def test_tokens_at_the_floor_of_the_gate(tokens: int):
-    check_floor(tokens, "triton")
-
-
-@pytest.mark.parametrize("tokens", [7, 17])
-@pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
-def test_decays_without_a_bound(gate: str, tokens: int):
-    check_strong_decays(gate, tokens, "triton")
-
-
-def test_wild_counts_of_records():
-    check_wild_counts("triton")
-
-
-@pytest.mark.parametrize(("name", "token"), SPOILT[::2])
-def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
-    check_spoilt_token(name, token, "logsigmoid" if name == "v" else "lower_bound", "triton")
-
-
-@pytest.mark.parametrize(("name", "gate"), [("k", "lower_bound"), ("g", "logsigmoid")])
-def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str):
-    check_spoilt_token(name, 16, gate, "triton", S=16)
+@pytest.mark.parametrize("name", [*RECORD_CHECKS][::2])
+def test_records(name: str):
+    RECORD_CHECKS[name](backend="triton")
 
 
 def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):

@@ -122,14 +122,6 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
     assert all(same_bits(x, second[name]) for name, x in first.items())
 
 
-def test_output_goes_where_it_is_asked_for():
-    call = make_convolution(CONVOLUTION_BY_NAME["plain"])
-    rows = torch.full((2, 40, 72), torch.nan)
-    found = convolution(**call, out=rows[..., 24:48])[0]
-    assert same_bits(found, convolution(**call)[0])
-    assert rows[..., :24].isnan().all() and rows[..., 48:].isnan().all()
-
-
 @pytest.mark.parametrize("name", ["packed", "packed_new", "short"])
 def test_final_states_go_where_they_are_asked_for(name: str):
     call = make_convolution(CONVOLUTION_BY_NAME[name])

@@ -13,28 +13,19 @@ from hypothesis import given, settings
 import flashdelta as fd
 from flashdelta.triton.device.sequences import find_chunk
 
-from ..support.cases import BF16, FP16, FP32
-from ..support.oracle import (
-    TOLERANCE,
-    assert_close,
-    covered_tokens,
-    poisoned_memory,
-    same_bits,
-    state_tolerance,
-)
+from ..support.cases import FP32
+from ..support.oracle import TOLERANCE, state_tolerance
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
     PoolCase,
     as_recurrent_pool,
-    copied,
+    hold_pool,
     memory_of,
     piece_by_piece,
     pool_call,
     pool_id,
-    pool_truth,
-    untouched_memory,
 )
 
 LENGTHS = {
@@ -70,33 +61,14 @@ BY_TOKEN = [
 
 
 def check(op, pool_case: PoolCase, dtype: torch.dtype) -> None:
-    """Every bit of `o` and of the pool's memory is that of plain calls, one a piece, and all is near the truth."""
     call = pool_call(pool_case, dtype) | {"backend": "triton"}
     call = call if op is fd.chunk_kda else as_recurrent_pool(call)
-    want_o, want_pool = piece_by_piece(op, call)
-    true_o, true_pool = pool_truth(call)
-    pool, tokens = call["state_pool"], covered_tokens(call)
-    before, untouched = memory_of(copied(pool)), untouched_memory(call)
-    out = torch.full(call["v"].shape, torch.nan, dtype=dtype)
-    with poisoned_memory():
-        _, final_state = op(**call, out=out)
-    assert final_state is None
-    assert same_bits(out[:, tokens], want_o[:, tokens])
-    assert same_bits(memory_of(pool)[untouched], before[untouched])
-    if pool.dtype != BF16:  # the interpreter cuts bits off instead of rounding
-        assert same_bits(memory_of(pool), memory_of(want_pool))
-    assert_close("o", out[:, tokens], true_o[:, tokens], TOLERANCE[dtype])
-    assert_close("pool", pool, true_pool, state_tolerance(dtype, pool.dtype))
+    hold_pool(op, call, TOLERANCE[dtype], state_tolerance(dtype, call["state_pool"].dtype), [piece_by_piece])
 
 
 @pytest.mark.parametrize("pool_case", PLAIN + CHECKPOINTS, ids=pool_id)
 def test_chunk(pool_case: PoolCase):
     check(fd.chunk_kda, pool_case, FP32)
-
-
-def test_chunk_fp16():
-    """V first, packed, int32, with checkpoints."""
-    check(fd.chunk_kda, next(p for p in CHECKPOINTS if p.name == "several"), FP16)
 
 
 @pytest.mark.parametrize("pool_case", BY_TOKEN, ids=pool_id)

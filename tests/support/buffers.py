@@ -13,9 +13,9 @@ from torch import Tensor
 import flashdelta as fd
 
 from .cases import BF16, BOUNDED, FP32, Case
-from .decoding import amid, untouched
+from .decoding import amid, memory_of, untouched
 from .inputs import TOKEN_TENSORS, Source, make_call
-from .oracle import as_recurrent, float64
+from .oracle import as_recurrent, assert_close, covered_tokens, float64, poisoned_memory, same_bits
 from .pools import copied, cuts, initial_states, sequences, slot_named, without_pool
 
 INT32 = torch.int32
@@ -53,14 +53,8 @@ PACKED = _case(lengths=(17, 0, 130, 64), HV=1, unused=9)
 CASES = [
     BufferCase("every_64", "before every chunk: what h has", _case(T=150, h=True, state=FP32), every=64, rows=3),
     BufferCase("every_64_chunk32", "before every other chunk", _case(T=150, HV=1, chunk_size=32, h=True), every=64),
-    BufferCase(
-        "every_128_batch",
-        "rows of a batch, V first, rows amid other memory",
-        _case(B=2, T=260, HV=1, v_first=True, state=FP32),
-        every=128,
-        gap=24,
-        final=FP32,
-    ),
+    BufferCase("every_128_batch", "rows of a batch, V first, rows amid other memory", _case(B=2, T=260, HV=1,
+        v_first=True, state=FP32), every=128, gap=24, final=FP32),
     BufferCase("every_packed", "packed, with an empty sequence", PACKED, every=64, gap=8, final=FP32),
     BufferCase("every_bf16", "rounded once each", replace(PACKED, v_first=True), every=64, states=BF16, final=BF16),
     BufferCase("every_longer", "longer than any sequence: the initial states", PACKED, every=2**30, rows=3),
@@ -70,74 +64,31 @@ CASES = [
     BufferCase("every_h", "with h, packed", replace(PACKED, h=True, state=BF16), every=128, final=FP32),
     BufferCase("every_gva", "grouped heads", _case(lengths=(70, 20), H=2, HV=4), every=64),
     BufferCase("every_unbounded", "the other gate", _case(T=70, gate="softplus", lower_bound=None), every=64),
-    BufferCase(
-        "at_offsets", "one a sequence, inside chunks and at their ends", LONG, marks=(16, 0, 64), mark_rows=(3, 4, 0)
-    ),
-    BufferCase(
-        "many_offsets",
-        "more than a pool takes, in any order, V first",
-        _case(lengths=(200, 0, 48), HV=1, v_first=True, h=True),
-        marks=(
-            (16, 32, 48, 64, 80, 96, 112, 128, 144, 200),
-            (0, 16, 0, 0, 0, 0, 0, 0, 0, 0),
-            (0, 0, 0, 0, 0, 32, 48, 0, 0, 0),
-        ),
-        mark_rows=(
-            (9, 8, 7, 6, 5, 4, 3, 2, -1, 1),
-            (10, 10, 10, 10, 10, 10, 10, 10, 10, 10),
-            (14, 14, 14, 14, 14, 11, 0, 14, 14, 14),
-        ),
-        rows=14,
-        gap=16,
-        index_dtype=INT32,
-    ),
-    BufferCase(
-        "offsets_batch",
-        "rows of a batch, with h",
-        _case(B=3, T=70, HV=1, h=True, state=FP32),
-        marks=((48, 64), (0, 0), (16, 0)),
-        mark_rows=((3, 4), (0, 0), (5, 0)),
-        states=BF16,
-        final=FP32,
-    ),
-    BufferCase(
-        "offsets_pool",
-        "beside a pool whose slot 0 is reserved; row 0 is none",
-        replace(LONG, v_first=True),
-        marks=(16, 16, 48),
-        mark_rows=(0, -3, 6),
-        indices=(1, 0, 3),
-        null_index="non_positive",
-    ),
-    BufferCase(
-        "bad_offsets",
-        "past the end, falling, negative, wild, odd: nothing outside is touched",
-        _case(lengths=(130, 0, 100, 40), HV=1),
-        marks=((48, 32, 1000), (16, 0, -16), (2**40, 64, -(2**62)), (7, 7, 41)),
-        mark_rows=((4, 5, 6), (6, 6, 6), (6, 6, 6), (7, 8, 6)),
-        rows=9,
-        final=BF16,
-    ),
+    BufferCase("at_offsets", "one a sequence, inside chunks and at their ends", LONG, marks=(16, 0, 64), mark_rows=(3,
+        4, 0)),
+    BufferCase("many_offsets", "more than a pool takes, in any order, V first", _case(lengths=(200, 0, 48), HV=1,
+        v_first=True, h=True), marks=((16, 32, 48, 64, 80, 96, 112, 128, 144, 200), (0, 16, 0, 0, 0, 0, 0, 0, 0, 0),
+        (0, 0, 0, 0, 0, 32, 48, 0, 0, 0)), mark_rows=((9, 8, 7, 6, 5, 4, 3, 2, -1, 1), (10, 10, 10, 10, 10, 10, 10,
+        10, 10, 10), (14, 14, 14, 14, 14, 11, 0, 14, 14, 14)), rows=14, gap=16, index_dtype=INT32),
+    BufferCase("offsets_batch", "rows of a batch, with h", _case(B=3, T=70, HV=1, h=True, state=FP32), marks=((48,
+        64), (0, 0), (16, 0)), mark_rows=((3, 4), (0, 0), (5, 0)), states=BF16, final=FP32),
+    BufferCase("offsets_pool", "beside a pool whose slot 0 is reserved; row 0 is none", replace(LONG, v_first=True),
+        marks=(16, 16, 48), mark_rows=(0, -3, 6), indices=(1, 0, 3), null_index="non_positive"),
+    BufferCase("bad_offsets", "past the end, falling, negative, wild, odd: nothing outside is touched",
+        _case(lengths=(130, 0, 100, 40), HV=1), marks=((48, 32, 1000), (16, 0, -16), (2**40, 64, -(2**62)), (7, 7,
+        41)), mark_rows=((4, 5, 6), (6, 6, 6), (6, 6, 6), (7, 8, 6)), rows=9, final=BF16),
     BufferCase("only_final", "a final state and no checkpoints", replace(PACKED, state=BF16), final=FP32),
     BufferCase("only_final_bf16", "without an initial state", _case(B=2, T=20, v_first=True), final=BF16),
     BufferCase("no_tokens", "T = 0", _case(B=2, T=0, state=FP32), every=64, final=FP32),
     BufferCase("no_sequences", "N = 0", _case(lengths=(), unused=5), every=64, final=FP32),
-]
+]  # fmt: skip
 SPLITS = [
     BufferCase("split_every", "by the segments that have the chunks", LONG, every=64, split=2, final=FP32),
-    BufferCase(
-        "split_batch", "rows of a batch", _case(B=2, T=200, HV=1, h=True), every=128, split=3, states=BF16, final=BF16
-    ),
-    BufferCase(
-        "split_offsets",
-        "inside segments and between them",
-        replace(LONG, h=True),
-        marks=((16, 64, 128), (16, 0, 0), (0, 48, 96)),
-        mark_rows=((0, 1, 2), (3, 3, 3), (4, 4, 5)),
-        split=2,
-        final=FP32,
-    ),
-]
+    BufferCase("split_batch", "rows of a batch", _case(B=2, T=200, HV=1, h=True), every=128, split=3, states=BF16,
+        final=BF16),
+    BufferCase("split_offsets", "inside segments and between them", replace(LONG, h=True), marks=((16, 64, 128), (16,
+        0, 0), (0, 48, 96)), mark_rows=((0, 1, 2), (3, 3, 3), (4, 4, 5)), split=2, final=FP32),
+]  # fmt: skip
 BY_NAME = {buffer_case.name: buffer_case for buffer_case in CASES + SPLITS}
 
 
@@ -267,5 +218,34 @@ def untouched_rows(call: dict, left: Left) -> Tensor:
 
 def with_memory_of_its_own(call: dict) -> dict:
     """The call with copies of what it writes."""
-    written = ("checkpoint_states", "final_state", "state_pool")
-    return call | {name: copied(call[name]) for name in written if name in call}
+    return call | {name: copied(call[name]) for name in WRITTEN if name in call}
+
+
+WRITTEN = ("checkpoint_states", "final_state", "state_pool")
+
+
+def hold_buffers(
+    call: dict, tolerance: float, of_states: Callable, pieces: Left | None = None, want: Left | None = None
+) -> tuple:
+    """The results of `chunk_kda`: against float64, `of_states` by dtype, with nothing written beside the rows, and to the bit
+    against plain calls for `pieces`; what a CPU stores in bfloat16 is cut off instead of rounded."""
+    want, tokens = want or buffer_truth(call), covered_tokens(call)
+    buffer = call.get("checkpoint_states")
+    before = None if buffer is None else memory_of(buffer).clone()
+    out = torch.full(call["v"].shape, torch.nan, dtype=call["v"].dtype, device=call["v"].device)
+    with poisoned_memory():
+        results = fd.chunk_kda(**call, out=out)
+    assert results[0] is out and results[1] is call.get("final_state")
+    assert_close("o", out[:, tokens], want.o[:, tokens], tolerance)
+    for name, part in zip(WRITTEN, ("buffer", "final", "pool")):
+        if name in call:
+            assert_close(name, call[name], getattr(want, part), of_states(call[name].dtype))
+            if pieces is not None and (call[name].dtype != BF16 or out.is_cuda):
+                assert same_bits(call[name], getattr(pieces, part).to(call[name].dtype)), name
+    if before is not None:
+        mask = untouched_rows(call, want)
+        assert same_bits(memory_of(buffer)[mask], before[mask])
+    if pieces is not None:
+        assert same_bits(out[:, tokens], pieces.o[:, tokens])
+        assert pieces.h is None or same_bits(results[2], pieces.h)
+    return results

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +12,7 @@ import torch
 
 import flashdelta as fd
 
-from .decoding import (
-    BY_NAME,
-    STEPS,
-    WRITTEN,
-    Expected,
-    Step,
-    amid,
-    expected,
-    make_step,
-    memory_of,
-    untouched,
-)
+from .decoding import BY_NAME, STEPS, WRITTEN, Expected, Step, amid, expected, make_step, memory_of, untouched
 from .inputs import Source
 from .oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
 
@@ -157,11 +148,7 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
     counts = [(row, 0, slice(None), counts_of(step.K, step.V)) for row in rows]
     outside = untouched(records, [i for i in [*written, *counts] if 0 <= i[0] < len(records)])
     assert same_bits(memory_of(records)[outside], before[outside])
-    shared = {
-        "ssm_state_indices": slots,
-        "state_v_first": step.v_first,
-        "null_index": step.null_index,
-    }
+    shared = {"ssm_state_indices": slots, "state_v_first": step.v_first, "null_index": step.null_index}
     if "intermediate_state_indices" in call:
         shared["intermediate_state_indices"] = call["intermediate_state_indices"]
     others = torch.arange(len(lengths), device=device, dtype=torch.int32) % (1 + lengths)
@@ -214,32 +201,14 @@ def _hold_committed(step: Step, pool: torch.Tensor, slots: list[int], lengths: l
             assert_close(f"pool[{slot}]", pool[slot].cpu(), want.intermediate[row, length - 1], tolerance)
 
 
-def accepted_steps(call: dict, accepted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The accepted tokens of a read-only verification as steps one by one: each step's outputs, and the pool they leave."""
-    plain = {name: x for name, x in call.items() if not name.startswith("intermediate")}
-    plain |= {"num_spec_tokens": None, "update_state": True, "initial_state": call["initial_state"].clone()}
-    outputs = []
-    for i in range(call["q"].shape[1]):
-        one = plain | {name: call[name][:, i : i + 1] for name in ("q", "k", "v", "g", "beta")}
-        one["ssm_state_indices"] = torch.where(accepted > i, call["ssm_state_indices"], -1)
-        outputs.append(fd.recurrent_kda(**one)[0])
-    return outputs, plain["initial_state"]
-
-
 _VERIFIED = [step for step in STEPS if step.rows is not None]
 REPLAYED = [
     *_VERIFIED,
     replace(BY_NAME["verify_16"], name="drafts_16", state=torch.float32, HV=2),
     replace(BY_NAME["verify_16"], name="drafts_15", T=16, spec=15, state=torch.float32),
     replace(BY_NAME["verify_rows"], name="drafts_16_softplus", gate="softplus", spec=16, lengths=(17, 0, 16)),
-    replace(
-        BY_NAME["verify_rows"],
-        name="drafts_7_softplus",
-        gate="softplus",
-        spec=7,
-        lengths=(8, 0, 5),
-        state=torch.float32,
-    ),
+    replace(BY_NAME["verify_rows"], name="drafts_7_softplus", gate="softplus", spec=7, lengths=(8, 0, 5),
+        state=torch.float32),
     replace(BY_NAME["verify_long"], name="drafts_16_long", spec=16, lengths=(17, 18, 2)),
     replace(BY_NAME["verify_rows"], name="drafts_9_packed", spec=9, lengths=(10, 1, 9), v_first=True),
     replace(BY_NAME["verify"], name="softplus_bf16", gate="softplus", beta="double_logit", state=BF16, v_first=False),
@@ -248,7 +217,7 @@ REPLAYED = [
     replace(BY_NAME["verify"], name="K256", K=256, V=256, H=1, HV=1, B=1, indices=(2,)),
     replace(BY_NAME["verify"], name="K1", K=1, V=2, H=1, HV=3),
     replace(BY_NAME["verify_rows"], name="mixed", layout="mixed_rows", state=torch.float32, v_first=True, H=2, HV=4),
-]
+]  # fmt: skip
 """Steps whose verification may go to a replay buffer."""
 
 _WIDE = replace(BY_NAME["verify"], K=128, V=128, H=2, HV=2, gap=256, v_first=True, state=BF16)
@@ -258,29 +227,21 @@ HOPPER_REPLAYED = [
     replace(_WIDE, name="too long", lengths=(8, 9, 5), spec=7),
     replace(_WIDE, name="too long for 17", lengths=(17, 18, 1), spec=16, state=torch.float32, gate="softplus"),
     replace(_WIDE, name="narrow", K=64, V=64, T=8, spec=7),
-    *(
-        replace(_WIDE, name=f"{tokens} tokens", T=tokens, spec=tokens - 1, state=state)
-        for tokens, state in itertools.product((2, 4, 5, 8, 9, 16, 17), (torch.float32, BF16))
-    ),
+    *(replace(_WIDE, name=f"{tokens} tokens", T=tokens, spec=tokens - 1, state=state) for tokens,
+        state in itertools.product((2, 4, 5, 8, 9, 16, 17), (torch.float32, BF16))),
     replace(_WIDE, name="narrow keys", K=64, state=torch.float32),
     replace(_WIDE, name="narrow values", V=64),
     replace(_WIDE, name="odd pitch", gap=9, state=torch.float32),
     replace(_WIDE, name="softplus", gate="softplus", lengths=(8, 0, 5), spec=7, HV=6, state=torch.float32),
-    *(
-        replace(_WIDE, name=f"{tokens} tokens without a bound", gate=gate, T=tokens, spec=tokens - 1)
-        for tokens, gate in ((3, "none"), (4, "softplus"), (8, "logsigmoid"), (16, "softplus"), (17, "softplus"))
-    ),
-    *(
-        replace(_WIDE, name=name, K=64, V=64, gate=gate, spec=16, state=torch.float32, **_EIGHTEEN, **lengths)
-        for name, gate, lengths in (
-            ("0 to 17 tokens", "lower_bound", {"lengths": tuple(range(18))}),
-            ("0 to 17 tokens without a bound", "logsigmoid", {"lengths": tuple(range(18))}),
-            ("0 to 17 of 17 tokens", "none", {"T": 17}),
-        )
-    ),
+    *(replace(_WIDE, name=f"{tokens} tokens without a bound", gate=gate, T=tokens, spec=tokens - 1) for tokens,
+        gate in ((3, "none"), (4, "softplus"), (8, "logsigmoid"), (16, "softplus"), (17, "softplus"))),
+    *(replace(_WIDE, name=name, K=64, V=64, gate=gate, spec=16, state=torch.float32, **_EIGHTEEN, **lengths) for name,
+        gate, lengths in (("0 to 17 tokens", "lower_bound", {"lengths": tuple(range(18))}),
+        ("0 to 17 tokens without a bound", "logsigmoid", {"lengths": tuple(range(18))}), ("0 to 17 of 17 tokens",
+        "none", {"T": 17}))),
     replace(_WIDE, name="narrow, logsigmoid", K=64, V=64, T=9, spec=8, gate="logsigmoid", state=torch.float32),
     replace(_WIDE, name="narrow keys, softplus", K=64, T=5, spec=4, gate="softplus"),
-]
+]  # fmt: skip
 """Those that Hopper has kernels for, or nearly."""
 
 WHOLE_HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.spec < 16]
@@ -431,7 +392,7 @@ def check_strong_decays(
     assert_close("pool", pool[0], states[0, -1], 1e-5)
 
 
-def check_wild_counts(backend: str, device: str = "cpu", K: int = 64) -> None:
+def check_wild_counts(backend: str, device: str = "cpu", K: int = 64, dtype: torch.dtype = torch.float32) -> None:
     """Counts in a row that no verification writes: whatever it says, a commit takes no more tokens than the row has."""
     S, HV = 3, 2
     draw = torch.Generator().manual_seed(0)
@@ -445,10 +406,6 @@ def check_wild_counts(backend: str, device: str = "cpu", K: int = 64) -> None:
             fd.commit(left, given, slots, torch.tensor([accepted, 0], device=device), backend=backend)
             assert same_bits(left[1:], pool[1:]) and given[:, 0, :, counts_of(K, K)].eq(0).all()
             assert same_bits(left[0], pool[0]) == (accepted > 1 + S or not recorded >= accepted)
-
-
-SPOILT = [("q", 2), ("k", 1), ("v", 3), ("g", 2), ("beta", 1), ("initial_state", 0)]
-"""Inputs that may be no numbers, and of which token."""
 
 
 def check_spoilt_token(
@@ -491,3 +448,18 @@ def check_spoilt_token(
             known = pools[1].isfinite()
             assert torch.equal(pools[0].isfinite(), known)
             assert_close("pool", pools[0][known], pools[1][known].double(), 1e-5)
+
+
+RECORD_CHECKS: dict[str, Callable[..., None]] = {
+    "rows that are written and emptied": check_rows_of_records,
+    "wild counts": check_wild_counts,
+    **{f"{n} tokens at the floor of the gate": functools.partial(check_floor, n) for n in (16, 17)},
+    **{f"{n} tokens without a bound, {gate}": functools.partial(check_strong_decays, gate, n) for gate in ("none",
+        "softplus", "logsigmoid") for n in (4, 7, 16, 17)},
+    **{f"token {n} whose {name} is no number, {gate}": functools.partial(check_spoilt_token, name, n, gate) for name,
+        n in (("q", 2), ("k", 1), ("v", 3), ("g", 2), ("beta", 1), ("initial_state", 0)) for gate in ("lower_bound",
+        "logsigmoid")},
+    **{f"token 16 whose {name} is no number": functools.partial(check_spoilt_token, name, 16, gate, S=16) for name,
+        gate in zip(("q", "k", "v", "g", "beta"), ("lower_bound", "logsigmoid") * 3)},
+}  # fmt: skip
+"""By name: what holds of replay buffers with every backend."""

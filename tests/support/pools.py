@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from flashdelta.runtime.torch_ops import POOL
 from .cases import BF16, BOUNDED, FP32, Case
 from .decoding import amid, memory_of, untouched
 from .inputs import TOKEN_TENSORS, Source, make_call
-from .oracle import as_recurrent, float64
+from .oracle import as_recurrent, assert_close, covered_tokens, float64, poisoned_memory, same_bits
 
 
 @dataclass(frozen=True)
@@ -52,118 +52,48 @@ PLAIN_POOLS = [
     PoolCase("packed", "packed; the empty sequence's slot stays", PACKED, (3, 1, 0, 5)),
     PoolCase("v_first_int32", "as engines keep it", V_FIRST, (3, 1, 0, 5), gap=64, index_dtype=INT32),
     PoolCase("odd_gap", "slots that no vector load aligns to", PACKED, (3, 1, 0, 5), gap=9),
-    PoolCase("bf16", "read, updated in fp32, rounded once", _case(lengths=(17, 0, 70), state=BF16), (3, 1, 0), gap=32),
+    PoolCase("bf16", "read, updated in fp32, rounded once", _case(lengths=(17, 0, 70), state=BF16), (3, 1, 0),
+        gap=32),
     PoolCase("bf16_v_first", "the same, values first", _case(lengths=(17, 40), state=BF16, v_first=True), (1, 4)),
     PoolCase("negative", "SGLang's rule: slot 0 is a slot", PACKED, (-1, 2, 0, -7)),
     PoolCase("non_positive", "vLLM's rule: slot 0 is reserved", PACKED, (0, 2, 1, -1), null_index="non_positive"),
     PoolCase("past_the_end", "an index of no slot is null", PACKED, (6, 2, 2**40, 3), flags=(True,) * 4),
     PoolCase("all_null", "graph capture", PACKED, (-1,) * 4, index_dtype=INT32),
-    PoolCase(
-        "flags",
-        "fresh sequences in slots that hold an old state; one without tokens, whose slot must stay",
-        PACKED,
-        (3, 1, 0, 5),
-        flags=(False, False, True, True),
-    ),
-    PoolCase(
-        "flags_batch", "the same in a batch, with a null row", _case(B=3, T=20), (3, 2, -1), flags=(True, False, True)
-    ),
+    PoolCase("flags", "fresh sequences in slots that hold an old state; one without tokens, whose slot must stay",
+        PACKED, (3, 1, 0, 5), flags=(False, False, True, True)),
+    PoolCase("flags_batch", "the same in a batch, with a null row", _case(B=3, T=20), (3, 2, -1), flags=(True, False,
+        True)),
     PoolCase("gva", "grouped heads", _case(lengths=(20, 45), H=2, HV=4), (4, 1), gap=16),
     PoolCase("no_slots", "an empty pool: every index is null", PACKED, (0, 1, 2, 3), slots=0),
     PoolCase("one_slot", "slots never touch", _case(T=5), (0,), slots=1),
     PoolCase("no_tokens", "T = 0", _case(B=2, T=0), (0, 1)),
     PoolCase("no_sequences", "N = 0", _case(lengths=(), unused=5), ()),
     PoolCase("unbounded", "the other gate", _case(lengths=(66,), gate="none", lower_bound=None), (2,)),
-]
+]  # fmt: skip
 CHECKPOINT_POOLS = [
-    PoolCase(
-        "one_each",
-        "[N]: none, inside a chunk, at a chunk's end",
-        LONG,
-        (0, 1, 2),
-        marks=(16, 0, 64),
-        mark_slots=(3, 4, 5),
-    ),
-    PoolCase(
-        "several",
-        "[N, M], with zeros anywhere, and all tokens",
-        _case(lengths=(130, 0, 48), HV=1, v_first=True),
-        (0, 1, 2),
-        marks=((16, 0, 32, 80), (0, 0, 0, 0), (0, 32, 48, 0)),
-        mark_slots=((3, 8, 4, 5), (9, 9, 9, 9), (9, 6, 7, 9)),
-        slots=10,
-        gap=16,
-        index_dtype=INT32,
-    ),
-    PoolCase(
-        "every_16",
-        "as many as there may be",
-        _case(T=130, HV=1),
-        (0,),
-        marks=((16, 32, 48, 64, 80, 96, 112, 128),),
-        mark_slots=(tuple(range(1, 9)),),
-        slots=9,
-    ),
-    PoolCase(
-        "chunk_ends",
-        "multiples of the chunk size change nothing",
-        LONG,
-        (0, -1, 2),
-        marks=((64, 128), (0, 0), (64, 0)),
-        mark_slots=((3, 4), (0, 0), (5, 0)),
-    ),
-    PoolCase(
-        "at_the_end",
-        "the final state goes to both slots",
-        _case(lengths=(64, 80, 96), HV=1),
-        (0, -1, 2),
-        marks=(64, 80, 96),
-        mark_slots=(3, 4, 5),
-        flags=(False, True, True),
-    ),
-    PoolCase(
-        "cut_batch",
-        "rows of a batch with cuts of their own",
-        _case(B=3, T=70, HV=1),
-        (0, -1, 2),
-        marks=((48, 64), (0, 0), (16, 0)),
-        mark_slots=((3, 4), (0, 0), (5, 0)),
-    ),
-    PoolCase(
-        "chunk32",
-        "the other chunk size",
-        _case(lengths=(70, 50), HV=1, chunk_size=32),
-        (0, 1),
-        marks=(48, 32),
-        mark_slots=(2, 3),
-    ),
-    PoolCase(
-        "cut_bf16",
-        "checkpoints are rounded, what goes on is not",
-        _case(T=70, HV=1, state=BF16),
-        (0,),
-        marks=(48,),
-        mark_slots=(1,),
-    ),
-    PoolCase(
-        "null_slots",
-        "checkpoints of no slot are not stored, but cut",
-        LONG,
-        (1, 2, 3),
-        null_index="non_positive",
-        marks=(16, 16, 48),
-        mark_slots=(0, -3, 6),
-    ),
-    PoolCase(
-        "bad_offsets",
-        "past the end, falling, negative, wild, odd: nothing outside is touched",
-        _case(lengths=(130, 0, 100, 40), HV=1),
-        (0, 1, 2, 3),
-        marks=((48, 32, 1000), (16, 0, -16), (2**40, 64, -(2**62)), (7, 7, 41)),
-        mark_slots=((4, 5, 6), (6, 6, 6), (6, 6, 6), (7, 8, 6)),
-        slots=9,
-    ),
-]
+    PoolCase("one_each", "[N]: none, inside a chunk, at a chunk's end", LONG, (0, 1, 2), marks=(16, 0, 64),
+        mark_slots=(3, 4, 5)),
+    PoolCase("several", "[N, M], with zeros anywhere, and all tokens", _case(lengths=(130, 0, 48), HV=1,
+        v_first=True), (0, 1, 2), marks=((16, 0, 32, 80), (0, 0, 0, 0), (0, 32, 48, 0)), mark_slots=((3, 8, 4, 5), (9,
+        9, 9, 9), (9, 6, 7, 9)), slots=10, gap=16, index_dtype=INT32),
+    PoolCase("every_16", "as many as there may be", _case(T=130, HV=1), (0,), marks=((16, 32, 48, 64, 80, 96, 112,
+        128),), mark_slots=(tuple(range(1, 9)),), slots=9),
+    PoolCase("chunk_ends", "multiples of the chunk size change nothing", LONG, (0, -1, 2), marks=((64, 128), (0, 0),
+        (64, 0)), mark_slots=((3, 4), (0, 0), (5, 0))),
+    PoolCase("at_the_end", "the final state goes to both slots", _case(lengths=(64, 80, 96), HV=1), (0, -1, 2),
+        marks=(64, 80, 96), mark_slots=(3, 4, 5), flags=(False, True, True)),
+    PoolCase("cut_batch", "rows of a batch with cuts of their own", _case(B=3, T=70, HV=1), (0, -1, 2), marks=((48,
+        64), (0, 0), (16, 0)), mark_slots=((3, 4), (0, 0), (5, 0))),
+    PoolCase("chunk32", "the other chunk size", _case(lengths=(70, 50), HV=1, chunk_size=32), (0, 1), marks=(48, 32),
+        mark_slots=(2, 3)),
+    PoolCase("cut_bf16", "checkpoints are rounded, what goes on is not", _case(T=70, HV=1, state=BF16), (0,),
+        marks=(48,), mark_slots=(1,)),
+    PoolCase("null_slots", "checkpoints of no slot are not stored, but cut", LONG, (1, 2, 3),
+        null_index="non_positive", marks=(16, 16, 48), mark_slots=(0, -3, 6)),
+    PoolCase("bad_offsets", "past the end, falling, negative, wild, odd: nothing outside is touched",
+        _case(lengths=(130, 0, 100, 40), HV=1), (0, 1, 2, 3), marks=((48, 32, 1000), (16, 0, -16), (2**40, 64,
+        -(2**62)), (7, 7, 41)), mark_slots=((4, 5, 6), (6, 6, 6), (6, 6, 6), (7, 8, 6)), slots=9),
+]  # fmt: skip
 
 
 BY_NAME = {pool_case.name: pool_case for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS}
@@ -304,3 +234,24 @@ def pool_truth(call: dict) -> tuple[Tensor, Tensor]:
     """`(o, pool)` by the float64 token recurrence."""
     exact = as_recurrent(float64(call)) | {"backend": "reference", "out": None}
     return piece_by_piece(fd.fused_recurrent_kda, exact)
+
+
+def hold_pool(
+    op, call: dict, tolerance: float, of_pool: float, ways: Iterable[Callable] = (), same: Callable = same_bits
+) -> None:
+    """A call over a pool: against float64, with nothing written beside its slots, and the `same` as plain calls that are put
+    together in these `ways`; what a CPU stores in bfloat16 is cut off instead of rounded."""
+    true_o, true_pool = pool_truth(call)
+    wanted = [way(op, call) for way in ways]
+    pool, tokens = call["state_pool"], covered_tokens(call)
+    before, mask = memory_of(pool).clone(), untouched_memory(call)
+    out = torch.full(call["v"].shape, torch.nan, dtype=call["v"].dtype, device=pool.device)
+    with poisoned_memory():
+        o, final_state = op(**call, out=out)
+    assert o is out and final_state is None
+    assert same_bits(memory_of(pool)[mask], before[mask])
+    for want_o, want_pool in wanted:
+        assert same(out[:, tokens], want_o[:, tokens])
+        assert (pool.dtype == BF16 and not pool.is_cuda) or same(memory_of(pool), memory_of(want_pool))
+    assert_close("o", out[:, tokens], true_o[:, tokens], tolerance)
+    assert_close("pool", pool, true_pool, of_pool)

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.problem import device_checks
-from flashdelta.runtime.call import check
 
 from ..support.buffers import (
     BY_NAME,
@@ -16,22 +14,13 @@ from ..support.buffers import (
     BufferCase,
     buffer_call,
     buffer_id,
-    buffer_truth,
     by_pieces,
-    untouched_rows,
+    hold_buffers,
     with_memory_of_its_own,
 )
 from ..support.cases import BF16, FP32
 from ..support.decoding import memory_of
-from ..support.oracle import (
-    TOLERANCE,
-    as_recurrent,
-    assert_close,
-    covered_tokens,
-    same_bits,
-    state_tolerance,
-)
-from .conftest import Started
+from ..support.oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
 
 FINAL = [BY_NAME[name] for name in ("only_final", "only_final_bf16", "no_tokens", "no_sequences")]
 
@@ -44,20 +33,8 @@ def without_checkpoints(call: dict) -> dict:
 @pytest.mark.parametrize("buffer_case", CASES + SPLITS, ids=buffer_id)
 def test_call_is_the_recurrence(buffer_case: BufferCase, dtype: torch.dtype):
     call = buffer_call(buffer_case, dtype)
-    want, pieces = buffer_truth(call), by_pieces(fd.chunk_kda, call)
-    tokens, given = covered_tokens(call), {name: call.get(name) for name in ("checkpoint_states", "final_state")}
-    before = None if given["checkpoint_states"] is None else memory_of(given["checkpoint_states"]).clone()
-    results = fd.chunk_kda(**call)
-    assert_close("o", results[0][:, tokens], want.o[:, tokens], TOLERANCE[dtype])
-    assert results[1] is given["final_state"]
-    if results[1] is not None:
-        assert_close("final_state", results[1], want.final, state_tolerance(dtype, results[1].dtype))
-    if before is not None:
-        buffer, untouched = given["checkpoint_states"], untouched_rows(call, want)
-        assert same_bits(memory_of(buffer)[untouched], before[untouched])
-        assert_close("checkpoint_states", buffer, want.buffer, state_tolerance(dtype, buffer.dtype))
-    if want.pool is not None:
-        assert_close("state_pool", call["state_pool"], want.pool, state_tolerance(dtype, FP32))
+    pieces = by_pieces(fd.chunk_kda, call)
+    results = hold_buffers(call, TOLERANCE[dtype], lambda states: state_tolerance(dtype, states))
     if pieces.h is not None:
         assert_close("h", results[2], pieces.h, TOLERANCE[dtype])
 
@@ -69,25 +46,6 @@ def test_regular_checkpoints_change_no_bit(name: str):
     found = fd.chunk_kda(**call)
     assert len(found) == len(want)
     assert all(same_bits(x, y) for x, y in zip(found, want))
-
-
-def test_regular_checkpoints_are_rows_of_h():
-    call = buffer_call(BY_NAME["every_64"])
-    *_, h = fd.chunk_kda(**call)
-    assert same_bits(call["checkpoint_states"], h[0])
-
-
-def test_a_buffer_has_what_a_pool_would():
-    """At the same offsets, in the same slots."""
-    call = buffer_call(BY_NAME["at_offsets"])
-    pool = call["checkpoint_states"].clone()
-    N = len(call["initial_state"])
-    indices = torch.arange(N) + len(pool)
-    pooled = {name: x for name, x in call.items() if name not in ("initial_state", "checkpoint_states")}
-    pooled |= {"state_pool": torch.cat([pool, call["initial_state"]]), "state_indices": indices}
-    fd.chunk_kda(**pooled)
-    fd.chunk_kda(**call)
-    assert same_bits(call["checkpoint_states"], pooled["state_pool"][: len(pool)])
 
 
 @pytest.mark.parametrize("buffer_case", FINAL, ids=buffer_id)
@@ -118,33 +76,6 @@ def test_traced_calls_write_the_buffers(name: str):
             assert same_bits(memory_of(call[written]), memory_of(other[written]))
 
 
-@pytest.mark.parametrize("name", ["every_packed", "many_offsets", "only_final"])
-def test_replays_take_other_buffers(name: str, pretended: Started):
-    """Every launch of a replay has the addresses of its own call."""
-    call = buffer_call(BY_NAME[name]) | {"backend": "triton"}
-    calls = [with_memory_of_its_own(call) for _ in range(3)]
-    for i, one in enumerate(calls):
-        pretended.clear()
-        results = fd.chunk_kda(**one)
-        assert set(pretended.anew()) == {i == 0}
-        assert results[1] is one.get("final_state")
-        given = [one[name] for name in ("checkpoint_states", "final_state") if name in one]
-        addresses = [
-            x if isinstance(x, int) else x.data_ptr() for x in pretended[-1][2] if isinstance(x, (int, torch.Tensor))
-        ]
-        assert all(x.data_ptr() in addresses for x in given)
-
-
-def test_problem_of_a_call():
-    problem, _ = check(fd.chunk_kda, **buffer_call(BY_NAME["every_bf16"]))
-    assert (problem.checkpoint_every, problem.checkpoint_rows, problem.checkpoints) == (64, 6, 0)
-    assert (problem.output_final_state, problem.state_dtype, problem.final_dtype) == (True, BF16, BF16)
-    problem, _ = check(fd.chunk_kda, **buffer_call(BY_NAME["only_final"]))
-    assert (problem.checkpoint_rows, problem.state_dtype, problem.final_dtype) == (None, BF16, FP32)
-    problem, _ = check(fd.chunk_kda, **buffer_call(BY_NAME["offsets_pool"]))
-    assert (problem.lowest_index, problem.lowest_checkpoint, problem.checkpoints) == (1, 0, 1)
-
-
 @pytest.mark.parametrize("name", ["every_packed", "many_offsets", "offsets_pool"])
 def test_explain_and_supports_write_nothing(name: str):
     call = buffer_call(BY_NAME[name], BF16)
@@ -163,12 +94,3 @@ def test_warmup_makes_calls_with_buffers():
     pools = {"state_pool": (True,), "has_initial_state": (True,), "checkpoints": (True,)}
     assert fd.warmup(fd.chunk_kda, [(32, 32)], checkpoint_states=(False, True), **one | pools) == 1 + 2
     assert fd.warmup(fd.fused_recurrent_kda, [(32, 32)], final_state=(True,), **one) == 1
-
-
-@pytest.mark.parametrize("name", ["every_packed", "offsets_pool"])
-def test_good_calls_pass_the_checks_of_device_values(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-    call = buffer_call(BY_NAME[name])
-    if name == "offsets_pool":
-        call["checkpoint_indices"] = torch.tensor([0, -3, 5])
-    fd.chunk_kda(**call)

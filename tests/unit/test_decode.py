@@ -13,17 +13,12 @@ from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import BY_NAME, STEPS, Step, expected, make_step, memory_of
 from ..support.decoding_checks import (
     OTHER_ROUNDS,
+    RECORD_CHECKS,
     REPLAYED,
-    SPOILT,
-    accepted_steps,
     check_commit,
-    check_floor,
     check_replay,
     check_rounds,
-    check_rows_of_records,
-    check_spoilt_token,
     check_step,
-    check_wild_counts,
     commit_call,
 )
 from ..support.inputs import HARD, Source
@@ -61,18 +56,6 @@ def test_commit_of_nothing():
     assert same_bits(memory_of(call["initial_state"]), memory_of(commit_call()["initial_state"]))
 
 
-def test_verification_and_commit_are_the_accepted_steps():
-    """Verify 3 tokens without writing, commit 1, 3 and 0 of them; against steps one by one."""
-    step = replace(BY_NAME["verify"], indices=(3, 5, 1), rows="slots")
-    call = make_step(step)
-    accepted = torch.tensor([1, 3, 0])
-    outputs, pool = accepted_steps(call, accepted)
-    o, _ = fd.recurrent_kda(**call)
-    fd.commit(call["initial_state"], call["intermediate_states"], call["ssm_state_indices"], accepted)
-    assert_close("pool", call["initial_state"], pool, 1e-6)
-    assert_close("o", o[1], torch.cat([x[1] for x in outputs]), 1e-6)
-
-
 # ---- replay ---------------------------------------------------------------------------------------------------------
 
 
@@ -90,43 +73,12 @@ def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: d
     check_rounds(60, "reference", state=state, **other)
 
 
-def test_which_rows_of_records_are_written_and_emptied():
-    check_rows_of_records("reference")
-
-
-@pytest.mark.parametrize("tokens", [16, 17])
-def test_tokens_at_the_floor_of_the_gate(tokens: int):
-    check_floor(tokens, "reference")
-
-
-def test_wild_counts_of_records():
-    check_wild_counts("reference")
-
-
-@pytest.mark.parametrize(("name", "token"), SPOILT)
-def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
-    check_spoilt_token(name, token, "logsigmoid", "reference")
+@pytest.mark.parametrize("name", RECORD_CHECKS)
+def test_records(name: str):
+    RECORD_CHECKS[name](backend="reference")
 
 
 # ---- laws -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("v_first", [True, False])
-def test_one_step_is_the_last_token_of_a_prefill(v_first: bool):
-    torch.manual_seed(0)
-    q, k, v, g = (torch.randn(2, 20, 2, d) for d in (32, 32, 64, 32))
-    beta, options = (
-        torch.rand(2, 20, 2),
-        {"use_qk_l2norm_in_kernel": True, "gate": "logsigmoid", "state_v_first": v_first},
-    )
-    want, want_state = fd.chunk_kda(q, k, v, g, beta, **options, output_final_state=True)
-    _, pool = fd.chunk_kda(*(x[:, :-1] for x in (q, k, v, g, beta)), **options, output_final_state=True)
-    o, states = fd.recurrent_kda(
-        *(x[:, -1:] for x in (q, k, v, g, beta)), **options, initial_state=pool, output_final_state=True
-    )
-    assert states is pool
-    assert_close("o", o, want[:, -1:], 1e-5)
-    assert_close("state", pool, want_state, 1e-5)
 
 
 def test_a_constant_decay_is_the_gated_delta_rule():

@@ -159,8 +159,3 @@ def test_a_formula_that_was_forgotten_is_an_error_and_no_wrong_result(patched: P
 
 def test_every_truth_knows_it(patched: Path):
     run(patched, TRUTHS)
-
-
-def test_without_the_patch_there_is_no_such_gate():
-    with pytest.raises(ValueError, match="relu"):
-        exec(AGREES, {})

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta import backends
 from flashdelta.problem import device_checks
 from flashdelta.program.launch import REGISTERS
 from flashdelta.runtime.call import check
@@ -37,7 +36,6 @@ from ..support.layer import (
     normed_by_rows,
 )
 from ..support.oracle import same_bits
-from .conftest import Started
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
@@ -76,71 +74,6 @@ def test_convolution_is_pytorchs():
     x, weight, bias = call["x"].mT, call["weight"], call["bias"]
     want = torch.nn.functional.conv1d(x, weight, bias, padding=3, groups=x.shape[1])[..., : x.shape[2]]
     close(fd.short_convolution(**call)[0], torch.nn.functional.silu(want).mT)
-
-
-def test_a_checkpoint_is_the_state_that_a_shorter_sequence_leaves():
-    call = make_convolution(CONVOLUTION_BY_NAME["state"], torch.float64)
-    buffer = call["x"].new_zeros(2, *call["initial_state"].shape[1:])
-    marks = {"checkpoint_offsets": torch.tensor([13, 2]), "checkpoint_indices": torch.tensor([1, 0])}
-    fd.short_convolution(**call, **marks, checkpoint_states=buffer)
-    for n, (offset, row) in enumerate(((13, 1), (2, 0))):
-        close(buffer[row], fd.short_convolution(**call | {"x": call["x"][:, :offset]})[1][n])
-
-
-def test_checkpoints_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
-    call = make_convolution(CONVOLUTION_BY_NAME["marks"])
-    every = make_convolution(CONVOLUTION_BY_NAME["every"])
-    offsets, indices, buffer = (call[f"checkpoint_{name}"] for name in ("offsets", "indices", "states"))
-    for given, reason in (
-        (call | {"checkpoint_states": None}, "checkpoint_offsets: got a tensor without checkpoint_states"),
-        (call | {"checkpoint_indices": None}, "checkpoint_indices: got None with checkpoint_offsets"),
-        (call | {"checkpoint_offsets": None}, "checkpoint_offsets: got None with checkpoint_indices"),
-        (call | {"checkpoint_indices": indices[:, None]}, r"checkpoint_indices: got shape \[4, 1\]"),
-        (call | {"checkpoint_offsets": offsets.short()}, "checkpoint_offsets: got dtype torch.int16"),
-        (call | {"checkpoint_every": 64}, "checkpoint_every: got a number with checkpoint_offsets"),
-        (call | {"checkpoint_states": buffer[:, :5]}, "checkpoint_states: got shape"),
-        (
-            call | {"checkpoint_states": buffer[..., :2]},
-            r"checkpoint_states: got shape \[6, 24, 2\], wanted the last W - 1",
-        ),
-        (call | {"checkpoint_states": call["x"].mT[..., :3]}, "checkpoint_states: got memory shared with x"),
-        (call | {"checkpoint_states": buffer.half()}, "checkpoint_states: got dtype torch.float16"),
-        (call | {"checkpoint_states": buffer[:1].expand(6, -1, -1)}, "checkpoint_states: got strides"),
-        (every | {"checkpoint_every": 65}, "checkpoint_every: got 65"),
-        (every | {"checkpoint_states": None}, "checkpoint_every: got a number without checkpoint_states"),
-        (
-            every | {"checkpoint_states": every["checkpoint_states"][:5]},
-            "checkpoint_states: got 5 rows, wanted at least",
-        ),
-        (
-            every | {"checkpoint_states": every["initial_state"]},
-            "checkpoint_states: got 2 rows, wanted at least",
-        ),
-    ):
-        with pytest.raises((ValueError, TypeError), match=f"^(?:{reason})"):
-            fd.short_convolution(**given)
-    with pytest.raises(ValueError, match=r"^checkpoint_states: got a tensor with inputs that require grad"):
-        fd.short_convolution(**call | {"x": call["x"].clone().requires_grad_()})
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-    good = {"checkpoint_offsets": torch.tensor([3, 0, 40, 17])}
-    for change, reason in (
-        ({"checkpoint_offsets": torch.tensor([3, 0, 41, 40])}, "checkpoint_offsets: got offset 41 of sequence 2"),
-        ({"checkpoint_indices": torch.tensor([0, 1, 0, 2])}, "checkpoint_indices: got row 0 again"),
-        ({"checkpoint_indices": torch.tensor([0, 1, 6, 2])}, "checkpoint_indices: got index 6"),
-    ):
-        with pytest.raises(ValueError, match=f"^{reason}"):
-            fd.short_convolution(**call | good | change)
-    fd.short_convolution(**call | good)
-
-
-def test_a_cut_changes_nothing():
-    """Two calls, the second from the first one's state."""
-    call = make_convolution(CONVOLUTION_BY_NAME["state"], torch.float64)
-    whole, last = fd.short_convolution(**call)
-    first, state = fd.short_convolution(**call | {"x": call["x"][:, :13]})
-    second, end = fd.short_convolution(**call | {"x": call["x"][:, 13:], "initial_state": state})
-    close(torch.cat([first, second], dim=1), whole)
-    close(end, last)
 
 
 @pytest.mark.parametrize("case", [NORM_BY_NAME[name] for name in ("silu", "fused", "one", "none")], ids=str)
@@ -206,20 +139,30 @@ def test_final_states_go_where_they_are_asked_for(name: str):
         assert memory[..., :2].isnan().all() and memory[..., 2 + want.shape[2] :].isnan().all()
 
 
-def test_a_final_state_that_does_not_fit_is_named():
-    call = make_convolution(CONVOLUTION_BY_NAME["state"])
-    state = call["initial_state"]
-    for final, reason in (
-        (state[:1], "got shape"),
-        (state[..., 1:], "got shape"),
-        (state, "got memory shared with initial_state"),
-        (state.clone().requires_grad_(), "got a tensor that requires grad"),
+def test_buffers_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
+    marks, every, plain, pool = (
+        make_convolution(CONVOLUTION_BY_NAME[name]) for name in ("marks", "every", "state", "pool")
+    )
+    offsets, indices, buffer = (marks[f"checkpoint_{name}"] for name in ("offsets", "indices", "states"))
+    state, row = plain["initial_state"], {"checkpoint_offsets": torch.tensor([3, 0, 40, 17])}
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    wrong_rows = None, indices[:, None], torch.tensor([0, 1, 0, 2]), torch.tensor([0, 1, 6, 2])
+    wrong_buffers = buffer[:, :5], buffer[..., :2], marks["x"].mT[..., :3], buffer.half(), buffer[:1].expand(6, -1, -1)
+    for call, name, values in (
+        (marks, "checkpoint_offsets", (None, offsets.short(), torch.tensor([3, 0, 41, 40]))),
+        (marks | row, "checkpoint_indices", wrong_rows),
+        (marks, "checkpoint_every", (64,)),
+        (marks, "checkpoint_states", wrong_buffers),
+        (every, "checkpoint_every", (65,)),
+        (every, "checkpoint_states", (every["checkpoint_states"][:5], every["initial_state"])),
+        (marks | {"x": marks["x"].clone().requires_grad_()}, "checkpoint_states", (buffer,)),
+        (plain, "final_state", (state[:1], state[..., 1:], state, state.clone().requires_grad_())),
+        (pool, "final_state", (pool["state_pool"].clone(),)),
     ):
-        with pytest.raises(ValueError, match=f"^final_state: {reason}"):
-            fd.short_convolution(**call, final_state=final)
-    pool = make_convolution(CONVOLUTION_BY_NAME["pool"])
-    with pytest.raises(ValueError, match=r"^final_state: got a tensor with state_pool"):
-        fd.short_convolution(**pool, final_state=pool["state_pool"].clone())
+        for value in values:
+            with pytest.raises((ValueError, TypeError), match=f"^{name}: got "):
+                fd.short_convolution(**call | {name: value})
+    fd.short_convolution(**marks | row)
 
 
 # ---- operators --------------------------------------------------------------------------------------------------------------
@@ -267,21 +210,6 @@ def test_compiles_with_gradients(op: Callable, make: Callable[[], dict]):
         torch.testing.assert_close(x, want[name])
 
 
-@pytest.mark.filterwarnings("ignore:.*batching rule")
-@pytest.mark.parametrize("tensor", ["x", "weight"])
-def test_transforms_take_both(tensor: str):
-    for op, call in (
-        (fd.gated_rms_norm, make_norm(NORM_BY_NAME["heads"])),
-        (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["packed"])),
-    ):
-
-        def loss(x: Tensor, op=op, call=call) -> Tensor:
-            return tensors_of(op(**call | {tensor: x}))[0].square().sum()
-
-        x = call[tensor].clone().requires_grad_()
-        torch.testing.assert_close(torch.func.grad(loss)(call[tensor]), torch.autograd.grad(loss(x), x)[0])
-
-
 def test_operators_pass_opcheck():
     square = {"x": torch.rand(2, 8, 8), "z": torch.rand(2, 8, 8), "weight": torch.rand(8)}
     calls = [
@@ -323,42 +251,3 @@ def test_gradients_of_a_filled_wave_leave_no_sums(B: int, T: int, D: int):
     alone = B == 1 and T <= 4096 and D == 12288
     assert [x.kernel.fn.__name__ for x in launches] == ["convolution_backward_kernel"] + ["sums_kernel"] * (not alone)
     assert launches[0].constants["EXCHANGE"] == (alone and T > 60)
-
-
-# ---- the road ---------------------------------------------------------------------------------------------------------------
-
-WITH_GRADIENTS = [
-    (fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME["heads"])),
-    (fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME["fused"])),
-    (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME["packed_fla"])),
-]
-CALLS = [*WITH_GRADIENTS, (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME["pool_by_token"]))]
-
-
-@pytest.mark.parametrize(("op", "make"), CALLS)
-def test_calls_are_replayed(op: Callable, make: Callable[[], dict], pretended: Started):
-    for i in range(3):
-        pretended.clear()
-        op(**make(), backend="triton")
-        assert pretended.anew() == [i == 0]
-
-
-@pytest.mark.parametrize(("op", "make"), WITH_GRADIENTS)
-def test_gradients_are_replayed(op: Callable, make: Callable[[], dict], pretended: Started):
-    for i in range(3):
-        pretended.clear()
-        call = make()
-        tensors = tensors_of(op(**call | leaves_of(call), backend="triton"))
-        torch.autograd.backward(tensors, [torch.zeros_like(x) for x in tensors])
-        assert pretended.anew() == [i == 0] * 3
-
-
-def test_explain_and_supports_know_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backends, "nvidia_capability", lambda index: (9, 0))
-    monkeypatch.setattr(backends, "has_gluon", lambda: True)
-    for op, make in CALLS:
-        explanation = fd.explain(op, **make(), device="cuda")
-        assert explanation.chosen == "triton" and "layer around attention" in str(explanation)
-        assert fd.supports(op, **make()).backend == "reference"
-    refused = fd.supports(fd.gated_rms_norm, *[torch.zeros(3, 4)] * 3)
-    assert not refused and refused.reason == "weight: got shape [3, 4], wanted [V] = [4] (rank 1)"

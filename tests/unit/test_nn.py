@@ -10,7 +10,7 @@ import torch
 
 from flashdelta.nn import KdaCache, KdaLanguageModel, KimiDeltaAttention, LanguageModelConfig, load_model, save_model
 from flashdelta.nn.attention import MAX_STEP_TOKENS
-from flashdelta.nn.lm import VOCABULARY, decode, encode
+from flashdelta.nn.lm import VOCABULARY, encode
 
 HEADS = {
     "one query head a value head": dict(num_heads=2),
@@ -45,20 +45,17 @@ def tiny_model(**changes) -> KdaLanguageModel:
     return KdaLanguageModel(config, chunk_size=32, backend="reference")
 
 
-@by_heads
-def test_prefill_then_steps_is_the_whole_forward(heads: dict) -> None:
-    layer = attention(**heads)
-    check_pieces(layer, PIECES["prefill, then tokens"])
-
-
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
-def test_any_pieces_are_the_whole_forward(pieces: list[int]) -> None:
-    check_pieces(attention(num_heads=2), pieces)
-
-
+@pytest.mark.parametrize(
+    ("heads", "pieces"),
+    [
+        *((x, PIECES["prefill, then tokens"]) for x in HEADS.values()),
+        *((dict(num_heads=2), x) for x in PIECES.values()),
+    ],
+    ids=str,
+)
 @torch.no_grad()
-def check_pieces(layer: KimiDeltaAttention, pieces: list[int]) -> None:
-    x = torch.randn(2, sum(pieces), 48, dtype=torch.float64)
+def test_any_pieces_are_the_whole_forward(heads: dict, pieces: list[int]) -> None:
+    layer, x = attention(**heads), torch.randn(2, sum(pieces), 48, dtype=torch.float64)
     whole, end = layer(x, return_cache=True)
     cache, parts = None, []
     for part in x.split(pieces, dim=1):
@@ -107,16 +104,6 @@ def test_gradient_reaches_every_parameter(heads: dict) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-@torch.no_grad()
-def test_state_dict_round_trip() -> None:
-    layer, other = attention(num_heads=2, num_v_heads=4), attention(num_heads=2, num_v_heads=4)
-    for parameter in other.parameters():
-        parameter.fill_(0.5)
-    other.load_state_dict(layer.state_dict())
-    x = torch.randn(1, 40, 48, dtype=torch.float64)
-    assert torch.equal(layer(x)[0], other(x)[0])
-
-
 def test_a_cast_leaves_the_gate_parameters_exact() -> None:
     layer = attention(torch.float32, num_heads=2)
     before = layer.dt_bias.detach().clone()
@@ -154,81 +141,37 @@ def test_loaded_parameters_of_the_gate_are_float32() -> None:
     assert layer.q_proj.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-def test_the_layer_compiles_into_one_graph() -> None:
-    layer = attention(torch.float32, num_heads=2, num_v_heads=4)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 40, 48)
-    for tokens in (40, 1):
-        y, cache = layer(x[:, :tokens], return_cache=True)
-        compiled_y, compiled_cache = compiled(x[:, :tokens], return_cache=True)
-        torch.testing.assert_close(compiled_y, y)
-        torch.testing.assert_close(compiled_cache.state, cache.state)
+BAD = {
+    **{"head_dim": (48,), "head_v_dim": (16,), "num_v_heads": (3,), "num_heads": (0, 2.0), "conv_size": (0, 5)},
+    **{"gate": ("none",), "lower_bound": (-6.0, None), "chunk_size": (16,), "backend": ("fast",), "conv_bias": ("no",)},
+    **{"norm_eps": (0.0, float("nan"), "1e-5"), "allow_neg_eigval": (2,), "output_gate_bias": (None,)},
+}
 
 
-def test_explain_names_the_operator_for_the_length() -> None:
-    layer = attention(num_heads=2)
-    assert layer.explain(2, 1).chosen == layer.explain(2, 100).chosen == "reference"
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "error"),
-    [
-        ("head_dim", dict(head_dim=48), ValueError),
-        ("head_v_dim", dict(head_v_dim=16), ValueError),
-        ("num_v_heads", dict(num_v_heads=3), ValueError),
-        ("num_heads", dict(num_heads=0), ValueError),
-        ("num_heads", dict(num_heads=2.0), TypeError),
-        ("conv_size", dict(conv_size=0), ValueError),
-        ("conv_size", dict(conv_size=5), ValueError),
-        ("gate", dict(gate="none"), ValueError),
-        ("lower_bound", dict(lower_bound=-6.0), ValueError),
-        ("lower_bound", dict(lower_bound=None), ValueError),
-        ("chunk_size", dict(chunk_size=16), ValueError),
-        ("backend", dict(backend="fast"), ValueError),
-        ("norm_eps", dict(norm_eps=0.0), ValueError),
-        ("norm_eps", dict(norm_eps=float("nan")), ValueError),
-        ("norm_eps", dict(norm_eps="1e-5"), TypeError),
-        ("conv_bias", dict(conv_bias="no"), TypeError),
-        ("allow_neg_eigval", dict(allow_neg_eigval=2), TypeError),
-        ("output_gate_bias", dict(output_gate_bias=None), TypeError),
-    ],
-)
-def test_bad_layer_arguments_are_named(name: str, changes: dict, error: type[Exception]) -> None:
-    with pytest.raises(error, match=rf"^{name}: got "):
-        KimiDeltaAttention(48, **{"num_heads": 2, "head_dim": 32, **changes})
+@pytest.mark.parametrize(("name", "value"), [(name, x) for name, values in BAD.items() for x in values])
+def test_bad_layer_arguments_are_named(name: str, value: object) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}: got "):
+        KimiDeltaAttention(48, **{"num_heads": 2, "head_dim": 32, name: value})
 
 
 def test_bad_inputs_are_named() -> None:
     layer = attention(torch.float32, num_heads=2)
+    x = torch.randn(2, 1, 48)
     good = layer(torch.randn(2, 10, 48), return_cache=True)[1]
-    with pytest.raises(ValueError, match=r"^x: got shape"):
-        layer(torch.randn(2, 10, 47))
-    with pytest.raises(TypeError, match=r"^x: got list"):
-        layer([1.0])
-    with pytest.raises(TypeError, match=r"^cache: got tuple"):
-        layer(torch.randn(2, 1, 48), (good.conv, good.state))
-    with pytest.raises(TypeError, match=r"^cache: got KdaCache, wanted a KdaCache of tensors"):
-        layer(torch.randn(2, 1, 48), KdaCache(None, None))
-    with pytest.raises(TypeError, match=r"^cu_seqlens: got list"):
-        layer(torch.randn(1, 2, 48), good, cu_seqlens=[0, 1, 2])
-    with pytest.raises(ValueError, match=r"^slots: got 0"):
-        layer.make_pool(0)
-    with pytest.raises(ValueError, match=r"^state_dtype: got torch.float16"):
-        layer.make_pool(1, state_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"^cache: got conv of shape"):
-        layer(torch.randn(3, 1, 48), good)
-    with pytest.raises(ValueError, match=r"^initial_state: got shape"):
-        layer(torch.randn(2, 1, 48), KdaCache(good.conv, good.state[:1]))
-
-
-def test_text_round_trip() -> None:
-    assert decode(encode(VOCABULARY)) == VOCABULARY
-    assert len(set(VOCABULARY)) == len(VOCABULARY) == 96
-    with pytest.raises(ValueError, match=r"^text: got 'é'"):
-        encode("café")
-    with pytest.raises(ValueError, match=r"^prompt: got 'é'"):
-        encode("café", "prompt")
+    for name, given in (
+        ("x", {"x": torch.randn(2, 10, 47)}),
+        ("x", {"x": [1.0]}),
+        ("cache", {"cache": (good.conv, good.state)}),
+        ("cache", {"cache": KdaCache(None, None)}),
+        ("cu_seqlens", {"x": x.view(1, 2, 48), "cu_seqlens": [0, 1, 2]}),
+        ("cache", {"x": torch.randn(3, 1, 48)}),
+        ("initial_state", {"cache": KdaCache(good.conv, good.state[:1])}),
+    ):
+        with pytest.raises((ValueError, TypeError), match=rf"^{name}: got "):
+            layer(**{"x": x, "cache": good} | given)
+    for name, given in (("slots", {"slots": 0}), ("state_dtype", {"slots": 1, "state_dtype": torch.float16})):
+        with pytest.raises(ValueError, match=rf"^{name}: got "):
+            layer.make_pool(**given)
 
 
 @torch.no_grad()
@@ -259,21 +202,6 @@ def test_generate_is_reproducible_and_greedy_at_zero_temperature() -> None:
         whole, _ = model(torch.cat([prompt, greedy], dim=1))
     assert torch.equal(whole[:, len("some text") - 1 : -1].argmax(-1), greedy)
     assert model.generate(prompt, 0).shape == (2, 0)
-
-
-def test_a_few_training_steps_lower_the_loss() -> None:
-    model = tiny_model()
-    tokens = encode("the quick brown fox jumps over the lazy dog; " * 2)[None]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(8):
-        logits, _ = model(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
 
 
 @torch.no_grad()

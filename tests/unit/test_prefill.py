@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.problem.operations import PREFILL_SIZES
 
 from ..support.cases import Case, case_id
 from ..support.oracle import assert_close, same_bits
@@ -70,14 +69,3 @@ def test_public_function_and_operator_are_one():
     tensors = [call[name] for name in INPUTS]
     for got, want in zip(torch.ops.kda_prefill.forward(*tensors, 64), fd.kda_prefill(*tensors)):
         assert same_bits(got, want)
-
-
-@pytest.mark.parametrize(
-    ("K", "V", "C", "named"), [(32, 32, 32, "q"), (128, 64, 64, "v"), (64, 128, 32, "v"), (256, 256, 64, "q")]
-)
-def test_other_sizes_are_refused_by_name(K: int, V: int, C: int, named: str):
-    call = prefill_call(replace(PLAIN, K=K, V=V, chunk_size=C, T=5))
-    with pytest.raises(ValueError) as caught:
-        fd.kda_prefill(**call)
-    sizes = ", ".join(map(str, PREFILL_SIZES))
-    assert str(caught.value) == f"{named}: got (K, V, C) = {(K, V, C)}, wanted one of {sizes}"

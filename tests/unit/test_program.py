@@ -3,7 +3,6 @@ launched."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,12 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashdelta as fd
-from flashdelta.parallel import merge
-from flashdelta.parallel.border import shard
-from flashdelta.parallel.context import ContextParallel
 from flashdelta.problem.problem import Result
 from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
@@ -32,7 +27,6 @@ from ..support.decoding import make_step
 from ..support.decoding_checks import commit_call
 from ..support.fused import FUSED_BY_NAME, make_fused
 from ..support.inputs import make_call
-from ..support.oracle import same_bits
 from ..support.pools import PLAIN_POOLS, pool_call
 from ..support.prefills import INPUTS, PLAIN, prefill_call
 from .conftest import Started
@@ -71,21 +65,6 @@ def test_arguments_are_found_again(started: Started):
     assert (at_x, in_y, seven, none, absent, size) == (1000, 2000 + 16, 7, None, 0, 64)
     assert in_scratch == at_scratch + 8
     assert in_out == results["out"].data_ptr() + 12
-
-
-def test_a_launch_without_ctas_is_none(started: Started):
-    x = torch.zeros(4)
-    found = record_of([x], [launch("a", x, ctas=0), launch("b", x)])
-    found.run((), [16])
-    assert started == [("b", (3, 1, 1), [16])]
-
-
-def test_every_run_has_its_own_results(started: Started):
-    x, out = torch.zeros(4), torch.zeros(4)
-    found = record_of([x], [launch("a", x, out)], out=out)
-    first, second = found.run((), [16]), found.run((), [32])
-    assert first["out"].data_ptr() != second["out"].data_ptr()
-    assert [arguments[0] for _, _, arguments in started] == [16, 32]
 
 
 def test_an_output_of_the_callers_own_is_returned(started: Started):
@@ -209,13 +188,6 @@ def test_scratch_is_kernels_own(kind: str, strict: bool, started: Started, monke
         assert record_of([x], launches) is None
 
 
-def test_an_argument_in_nobodys_memory_is_named(started: Started, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(record, "STRICT", True)
-    x = torch.zeros(4)
-    with pytest.raises(AssertionError, match=r"^b: no replay: argument 1 lies in no memory that is known$"):
-        record_of([x], [launch("a", x), launch("b", x, x.clone())])
-
-
 @pytest.mark.parametrize("places", [(slice(0, 4), slice(4, 12)), (slice(8, 12), slice(0, 8))])
 def test_an_argument_is_its_tensors_though_others_lie_around_it(places: tuple[slice, slice], started: Started):
     """Two tensors of one buffer's rows, and a kernel that is given a part of the second."""
@@ -321,82 +293,6 @@ def test_one_tensor_for_two_inputs_is_no_plan_for_two(pretended: Started):
         assert pretended.anew() == [anew] * 3
 
 
-def test_fake_tensors_start_nothing(pretended: Started):
-    call = prefill_on(PLAIN)
-    for _ in CALLS:
-        results = fd.kda_prefill(**call)
-    pretended.clear()
-    with FakeTensorMode() as mode:
-        fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in call.items()}
-        found = fd.kda_prefill(**fake)
-    assert [x.shape for x in found] == [x.shape for x in results] and not pretended
-
-
-# ---- ranks ---------------------------------------------------------------------------------------------------------------
-
-
-EXCHANGES = ("exchange", "send", "receive")
-TELLS, IS_TOLD = [recurrence_kernel, "exchange"], ["exchange", recurrence_kernel]
-TELLS_LATER = ["send", recurrence_kernel, "receive"]
-ORDERS = {
-    (0, 2, True): (TELLS, TELLS),
-    (0, 2, False): (IS_TOLD, TELLS),
-    **{(1, 2, relay): (IS_TOLD, IS_TOLD) for relay in (True, False)},
-    (0, 3, True): (IS_TOLD, TELLS),
-    **{(rank, 3, True): (IS_TOLD, TELLS_LATER) for rank in (1, 2)},
-}
-"""Of a rank of so many, by relay or not, forward and backward."""
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("rank", "ranks", "relay"), ORDERS)
-def test_calls_with_other_contexts_replay_around_the_exchange(
-    rank: int, ranks: int, relay: bool, backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
-):
-    """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
-
-    def noted(act: str, packet: Tensor, packets: Tensor, group: str, way: str, to: str) -> None:
-        assert packets.nbytes == ranks * packet.nbytes and group == "virtual" and way == "put"
-        directions.append(to)
-        pretended.append((act, None, [packet, packets]))
-
-    for act in EXCHANGES:
-        monkeypatch.setattr(merge, act, functools.partial(noted, act))
-    kept, orders, directions = [], [], list[str]()
-    for middle in (40, 70, 10):
-        pretended.clear()
-        directions.clear()
-        offsets = torch.tensor([0, middle, ranks * 70])
-        local, border = shard(offsets, rank, ranks, 70, 2)
-        context = ContextParallel(None, "virtual", rank, ranks, border, local, 70, exchange="put", relay=relay)
-        call = make_call(replace(BY_NAME["state"], B=1, T=70), BF16) | {"backend": "triton", "cp_context": context}
-        call["initial_state"] = torch.zeros(2, *call["initial_state"].shape[1:])
-        call["q"].requires_grad_(backward)
-        o, final_state = fd.chunk_kda(**call)
-        if backward:
-            o.backward(torch.zeros_like(o))
-        kept.append((call, o, final_state))
-        orders.append([kernel for kernel, _, _ in pretended])
-        launched = [x for x in pretended if x[0] not in EXCHANGES]
-        assert [any(isinstance(x, Tensor) for x in arguments) for *_, arguments in launched] == [len(kept) == 1] * len(
-            launched
-        )
-        for i, (kernel, _, arguments) in enumerate(pretended):
-            if kernel in EXCHANGES and len(kept) > 1:
-                packet, packets = (x.data_ptr() for x in arguments)
-                first = i == next(j for j, x in enumerate(pretended) if x[0] in EXCHANGES)
-                # who sends to nobody leaves nothing in its packet, and who gets nothing reads no packets
-                sends, gets = (rank < ranks - 1, rank > 0) if first else (rank > 0, rank < ranks - 1)
-                left = [x for x in pretended[i - 1][2] if isinstance(x, int)]
-                assert kernel == "receive" or not sends or any(0 <= x - packet < arguments[0].nbytes for x in left)
-                assert kernel == "send" or not gets or packets in pretended[i + 1][2]
-        on_the_way_back = ORDERS[rank, ranks, relay][1] if backward else []
-        assert directions[0] == ("all" if backward and ranks > 2 else "later")
-        assert directions[1:] == ["earlier" for act in on_the_way_back if act in EXCHANGES]
-    found = [kernel for kernel in orders[0] if kernel in (*EXCHANGES, recurrence_kernel)]
-    assert found == ORDERS[rank, ranks, relay][0] + on_the_way_back and orders[1] == orders[2] == orders[0]
-
-
 # ---- all operations -----------------------------------------------------------------------------------------------------
 
 
@@ -448,32 +344,6 @@ def test_autograd_hears_of_every_write(name: str, pretended: Started):
         assert set(pretended.anew()) == {i == 0}
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_autograd_hears_of_every_write_to_a_subclass(name: str, pretended: Started):
-    class Named(Tensor):
-        pass
-
-    call = {x: y.as_subclass(Named) if isinstance(y, Tensor) else y for x, y in writing_call(name).items()}
-    assert heard_of(OPERATIONS[name][0], call | {"backend": "triton"}) == {*WRITES[name]} and pretended
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_autograd_hears_of_every_write_of_a_compiled_call(name: str):
-    op, call = OPERATIONS[name][0], writing_call(name) | {"backend": "reference"}
-    torch._dynamo.reset()
-    function = torch.compile(lambda call: op(**call), fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        assert heard_of(lambda **call: function(call), call) == {*WRITES[name]}
-
-
-def test_a_pool_that_is_only_read_may_be_expanded():
-    call = writing_call("read only") | {"backend": "reference"}
-    call["initial_state"] = call["initial_state"][:1].expand(call["initial_state"].shape)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda call: fd.recurrent_kda(**call), fullgraph=True, backend="aot_eager")
-    assert all(same_bits(x, y) for x, y in zip(compiled(call), fd.recurrent_kda(**call)))
-
-
 def test_backward_passes_of_other_calls_are_worked_out_anew(pretended: Started):
     call = make_call(replace(BY_NAME["state"], h=False, final=False), BF16) | {"backend": "triton"}
     call["q"].requires_grad_()
@@ -489,6 +359,14 @@ def test_a_call_with_gradients_does_not_replay_one_without(pretended: Started):
     for _ in range(2):
         assert not fd.chunk_kda(**call)[0].requires_grad
     assert fd.chunk_kda(**call | {"q": call["q"].requires_grad_()})[0].requires_grad
+
+
+def test_gradients_of_parameters_have_their_shapes(pretended: Started):
+    call = make_call(replace(BY_NAME["softplus_broad"], h=False), BF16) | {"backend": "triton"}
+    leaves = {name: call[name].requires_grad_() for name in ("A_log", "dt_bias")}
+    for _ in range(2):
+        grads = torch.autograd.grad(fd.chunk_kda(**call)[0].sum(), list(leaves.values()))
+        assert [x.shape for x in grads] == [x.shape for x in leaves.values()]
 
 
 def test_machine_code_depends_on_the_alignment_of_addresses():
