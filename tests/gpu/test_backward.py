@@ -11,7 +11,7 @@ import torch
 
 import flashdelta as fd
 
-from ..support.cases import BF16, FP32, Case, case_id
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
 from ..support.gradients import (
     INPUTS,
     assert_first_is_its_own,
