@@ -118,7 +118,8 @@ def test_forward_over_reverse_keeps_its_tangent_or_is_refused(monkeypatch: pytes
     o = attended(x)
     (want,) = torch.autograd.grad(o, x, o, retain_graph=True)
     with forward_ad.dual_level():
-        grad = lambda: torch.autograd.grad(o, x, forward_ad.make_dual(o.detach(), o.detach()), retain_graph=True)[0]  # noqa: E731
+        do = forward_ad.make_dual(o.detach(), o.detach())
+        grad = lambda: torch.autograd.grad(o, x, do, retain_graph=True)[0]  # noqa: E731
         torch.testing.assert_close(forward_ad.unpack_dual(grad()).tangent, want)  # it is linear in what comes in
         monkeypatch.setattr(ReferenceBackend, "name", "other")
         with pytest.raises(NotImplementedError, match="gradients of gradients"):
