@@ -11,7 +11,7 @@ import torch
 
 import flashdelta as fd
 
-from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
+from ..support.cases import BF16, FP32, Case, case_id, named
 from ..support.gradients import (
     INPUTS,
     assert_first_is_its_own,
@@ -36,10 +36,7 @@ CASES = [
     replace(KIMI, name="small_heads", K=64, V=64, T=130),
     replace(KIMI, name="large_heads", K=256, V=256, T=130),
     replace(KIMI, name="chunk32", chunk_size=32, T=100),
-    *(
-        on_gpu(BY_NAME[name])
-        for name in ("same_keys", "g-50", "zero_rows", "no_decay", "beta_double", "fused", "softplus_broad")
-    ),
+    *map(on_gpu, named("same_keys", "g-50", "zero_rows", "no_decay", "beta_double", "fused", "softplus_broad")),
 ]
 TOLERANCE = {BF16: 2e-2, FP32: 1e-3}
 
