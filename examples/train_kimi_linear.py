@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import logging
 import sys
@@ -133,9 +134,9 @@ def running(name: str) -> Iterator[None]:
         from transformers.models.kimi_linear import modeling_kimi_linear as file
 
         # FLA runs nothing on a CPU by itself, but where it is installed the file's decorator took its function for good, and no
-        # option leaves it out. `__wrapped__` is what was decorated, which functools documents for bypassing a wrapper. Hiding
-        # FLA from imports (None in `sys.modules`) would do, too, but then the process couldn't turn the integration on either.
-        with mock.patch.object(file, "chunk_kimi_delta_attention", file.chunk_kimi_delta_attention.__wrapped__):
+        # option leaves it out. Hiding FLA from imports (None in `sys.modules`) would do, too, but then the process couldn't
+        # turn the integration on either.
+        with mock.patch.object(file, "chunk_kimi_delta_attention", inspect.unwrap(file.chunk_kimi_delta_attention)):
             yield
     else:
         yield

@@ -147,7 +147,9 @@ def test_kimi_linear_runs_on_what_it_says(kimi, monkeypatch):
         assert file.chunk_kimi_delta_attention.__code__.co_filename == file.__file__
     assert file.chunk_kimi_delta_attention is decorated and decorated.__code__.co_filename != file.__file__
     with kimi.running("flashdelta"):
-        assert kimi.status("fla").state == "active" and file.chunk_kimi_delta_attention is decorated
+        # offsets are handed on to what the file's decorator took
+        assert kimi.status("fla").state == "active" and file.chunk_kimi_delta_attention.__wrapped__ is decorated
+    assert file.chunk_kimi_delta_attention is decorated
     assert kimi.status("fla").state == "possible"
     monkeypatch.setenv("FLA_FLASHDELTA", "0")
     with pytest.raises(SystemExit, match=r"off \(FLA_FLASHDELTA=0\); --no-flashdelta trains without"):
