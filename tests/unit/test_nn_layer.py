@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -81,7 +82,7 @@ def test_hugging_faces_layer_computes_the_same(monkeypatch: pytest.MonkeyPatch):
     models = pytest.importorskip("transformers.models.kimi_linear")
     file = models.modeling_kimi_linear
     for name in ("chunk_kimi_delta_attention", "causal_conv1d_fn"):
-        monkeypatch.setattr(file, name, getattr(file, name).__wrapped__)
+        monkeypatch.setattr(file, name, inspect.unwrap(getattr(file, name)))
     config = models.KimiLinearConfig(
         hidden_size=HIDDEN, linear_num_heads=2, linear_head_dim=32, linear_conv_kernel_dim=4, num_hidden_layers=1
     )

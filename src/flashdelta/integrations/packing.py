@@ -56,10 +56,16 @@ def _patch(patches: Patches, is_on: Callable[[], bool], model: str, module: Modu
         version = metadata.version("transformers")
         warnings.warn(f"flashdelta leaves packed sequences to transformers {version}: {found}", stacklevel=2)
         return
-    for name, wrap in (("causal_conv1d_fn", packed_convolution), ("chunk_kimi_delta_attention", packed_attention)):
-        patches.set(module, name, wrap(getattr(module, name), is_on))
-    owner = getattr(module, MODELS[model])
-    patches.set(owner, "forward", packed_model(owner.forward, is_on))
+    for owner, name, wrap in (
+        (module, "causal_conv1d_fn", packed_convolution),
+        (module, "chunk_kimi_delta_attention", packed_attention),
+        (getattr(module, MODELS[model]), "forward", packed_model),
+    ):
+        theirs = getattr(owner, name)
+        if not hasattr(theirs, "takes_offsets"):  # ours, which somebody put back after `disable`
+            ours = wrap(theirs, is_on)
+            ours.takes_offsets = True  # type: ignore[attr-defined]
+            patches.set(owner, name, ours)
 
 
 def offsets_of(named: dict[str, Any]) -> Tensor | None:
