@@ -20,6 +20,7 @@ from flashdelta.nn import KdaLanguageModel, KimiDeltaAttention, LanguageModelCon
 from flashdelta.nn.lm import VOCABULARY
 from flashdelta.parallel import context_parallel
 from flashdelta.parallel.exchange import exchange
+from flashdelta.tools.devices import capture
 
 from ..support.cases import BF16, FP32, Case
 from ..support.inputs import TOKEN_TENSORS, make_call
@@ -90,14 +91,7 @@ def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup, way: str) -> tuple[
     rooms = [8 - len(x.sequences(context.rank)) for x in (cut, other)]
     call, incoming = cut.local(context, rooms[0]), incoming_of_rank(cut, context.rank, rooms[0])
     run = runs_of(cut, call, incoming)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    replay, captured = capture(run)
     found, alike = [], True
     for each, room in zip((cut, other), rooms):
         context.update_(each.call["cu_seqlens"])
@@ -109,7 +103,7 @@ def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup, way: str) -> tuple[
                 to.copy_(x)
         eager = run()
         for _ in range(REPLAYS):
-            graph.replay()
+            replay()
             time.sleep(delays.random() * 2e-3)
         again = run()
         torch.cuda.synchronize()
