@@ -61,11 +61,7 @@ def _patch(patches: Patches, is_on: Callable[[], bool], model: str, module: Modu
         (module, "chunk_kimi_delta_attention", packed_attention),
         (getattr(module, MODELS[model]), "forward", packed_model),
     ):
-        theirs = getattr(owner, name)
-        if not hasattr(theirs, "takes_offsets"):  # ours, which somebody put back after `disable`
-            ours = wrap(theirs, is_on)
-            ours.takes_offsets = True  # type: ignore[attr-defined]
-            patches.set(owner, name, ours)
+        patches.wrap(owner, name, functools.partial(wrap, is_on=is_on))
 
 
 def offsets_of(named: dict[str, Any]) -> Tensor | None:

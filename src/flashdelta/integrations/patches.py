@@ -8,6 +8,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 ABSENT = object()
 """Stands for an attribute that was not there."""
@@ -19,10 +20,20 @@ class Patches:
     def __init__(self) -> None:
         self.replaced: list[tuple[ModuleType | type, str, Any, Any]] = []
         self.watches: list[Watch] = []
+        self.wrappers: WeakSet[Any] = WeakSet()
 
     def set(self, module: ModuleType | type, name: str, value: object) -> None:
         """Replaces `name`, which must be the module's or the class's own."""
         self._set(module, name, vars(module)[name], value)
+
+    def wrap(self, module: ModuleType | type, name: str, make: Callable[[Any], Any]) -> None:
+        """Replaces `name`, the module's or the class's own, by `make` of it, unless it is a wrapper from here already: others
+        may put one back after `restore`."""
+        theirs = vars(module)[name]
+        if theirs not in self.wrappers:
+            ours = make(theirs)
+            self.wrappers.add(ours)
+            self.set(module, name, ours)
 
     def add(self, module: ModuleType | type, name: str, value: object) -> None:
         """Sets `name`, which may be inherited or new."""

@@ -56,7 +56,7 @@ class Seam:
         if self.adapter is not None:
             *classes, name = self.name.split(".")
             owner = functools.reduce(getattr, classes, module)
-            patches.set(owner, name, Replacement(self.adapter, vars(owner)[name], self.keywords))
+            patches.wrap(owner, name, functools.partial(Replacement, self.adapter, keywords=self.keywords))
 
 
 @dataclass(frozen=True)
