@@ -75,7 +75,7 @@ def decays(K: int = 128, V: int = 128, gate: str = "none") -> dict:
 
 
 def column(N: int) -> torch.Tensor:
-    """Of a block table, as vLLM passes it."""
+    """A column of a block table, as vLLM passes it."""
     return torch.arange(N, device="cuda").int().repeat_interleave(2).view(N, 2)[:, 0]
 
 

@@ -314,7 +314,7 @@ BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBack
 NAMES = ("auto", *(b.name for b in BACKENDS))
 
 KERNEL = "kernel"
-"""What integrations name instead of "auto", whose choice it has, but never the reference on a GPU."""
+"""Name that integrations pass instead of "auto": the same choice, but never the reference on a GPU."""
 
 
 @dataclass(frozen=True)

@@ -545,8 +545,8 @@ def largest(T: int, N: int, state: torch.dtype, options: Arguments, out: Tensor)
 
 
 def forward(theirs: Theirs, call: Arguments) -> None:
-    """Of a layer. vLLM measures memory by a run without metadata, in which layers call no kernels: there the largest prefill
-    runs, so that its workspace counts."""
+    """Runs the largest prefill in vLLM's measurement of memory, so that its workspace counts: there layers run without
+    metadata and call no kernels."""
     if _expected and not (call["core_attn_out"].is_cuda and torch.cuda.is_current_stream_capturing()):
         profiled = import_module("vllm.forward_context").get_forward_context().attn_metadata is None
         kinds = [*_expected]
@@ -620,7 +620,7 @@ LING = "vllm.model_executor.models.bailing_moe_v3"
 
 FUSED_VERIFY = """x weight conv_state raw_gate raw_beta A_log dt_bias state_indices query_start_loc num_accepted_tokens state
     output_gate norm_weight lower_bound norm_eps output"""
-"""What Kimi-K3 passes to a wrapper, which tells no parameters."""
+"""Names that Kimi-K3 passes to a wrapper, which tells no parameters."""
 
 LAYERS = {
     KIMI_LINEAR: "KimiGatedDeltaNetAttention",

@@ -1,4 +1,4 @@
-"""What the integrations of engines share: one switch a process, and calls that a kernel runs or nobody."""
+"""Shared by the integrations of engines: one switch per process, and calls that a kernel runs or nobody."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Engine:
 
 
 def take(op: Callable[..., Any], call: Arguments) -> Any:
-    """What `op(**call)` returns if a kernel runs it (on a CPU the reference); None if ours refuse it, with nothing written."""
+    """Returns the result of `op(**call)` if a kernel runs it (on a CPU the reference); None, with nothing written, if not."""
     try:
         return op(**call, backend=KERNEL)
     except NoKernel:
@@ -129,7 +129,7 @@ def take(op: Callable[..., Any], call: Arguments) -> Any:
 
 
 def runs(op: Callable[..., Any], call: Arguments) -> bool:
-    """Whether `take` would run the call. Validates it anew: for a layer that is built, not for its calls."""
+    """Says whether `take` would run the call. Validates it anew: for a layer that is built, not for its calls."""
     return supports(op, **call, backend=KERNEL).ok
 
 

@@ -34,7 +34,7 @@ def path(model: str) -> str:
 
 
 def obstacle(*models: str) -> str | None:
-    """What the code of these models should say and does not, where transformers has them."""
+    """Names text that the code of these models lacks, where transformers has them."""
     root, lacks = folder_of("transformers"), []
     wanted = [f"use_kernel_func_from_hub_with_fallback({fla!r}, 'fla')" for fla in TAKEN] + [CONVOLUTION]
     for file in () if root is None else (root / f"{path(x).replace('.', '/')}.py" for x in models):
@@ -65,7 +65,7 @@ def _patch(patches: Patches, is_on: Callable[[], bool], model: str, module: Modu
 
 
 def offsets_of(named: dict[str, Any]) -> Tensor | None:
-    """Of a call, under FLA's name or under that of transformers' collators."""
+    """Returns a call's offsets, under FLA's name or under that of transformers' collators."""
     found = named.get("cu_seqlens")
     return named.get("cu_seq_lens_q") if found is None else found
 

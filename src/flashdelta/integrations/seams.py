@@ -47,7 +47,7 @@ class Seam:
         return f"{self.module}.{self.name}"
 
     def differs(self, files: Source, version: int) -> bool:
-        """Whether it is other code than in the read version of that number."""
+        """Says whether it is other code than in the read version of that number."""
         known = self.digests.split()
         return files.digest(self.module, self.name) != known[version if len(known) > 1 else 0]
 
@@ -137,7 +137,7 @@ class Source:
         return ast.Module([], []), above
 
     def definitions(self, module: str, name: str) -> Iterator[ast.AST]:
-        """What defines or assigns `name` in the module, or in those that it imports it from, anywhere in its code."""
+        """Yields what defines or assigns `name` in the module, or in those that it imports it from, anywhere in its code."""
         tree, package = self.tree(module)
         owner, _, last = name.rpartition(".")
         nodes = [tree] if not owner else [*self.definitions(module, owner)]
@@ -152,7 +152,7 @@ class Source:
                 yield from self.definitions(resolve_name("." * node.level + (node.module or ""), package), name)
 
     def digest(self, module: str, name: str) -> str | None:
-        """Of that code; None where there is none."""
+        """Digest of that code; None where there is none."""
         found = [content(x) for x in self.definitions(module, name)]
         return hashlib.sha256(repr(found).encode()).hexdigest()[:16] if found else None
 

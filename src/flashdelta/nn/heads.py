@@ -50,7 +50,7 @@ class Share:
 
 
 WHOLE = Share()
-"""Of a layer that one rank has."""
+"""Share of a layer that one rank has."""
 
 SPLIT = ("q_proj", "k_proj", "v_proj", "f_proj.1", "b_proj", "g_proj.1")
 """Projections whose outputs lie by heads. `o_proj` takes them."""
@@ -82,7 +82,7 @@ def share_of(layer: nn.Module, found: Mapping[str, int], heads: Mapping[str, tup
 
 
 def share_of_weights(layer: nn.Module) -> Share:
-    """The same of a layer that does not run, from its weights. Shards of FSDP are no parts of heads."""
+    """`share_of` a layer that does not run, from its weights. Shards of FSDP are no parts of heads."""
     mesh = getattr(getattr(layer.q_proj, "weight", None), "device_mesh", None)
     if mesh is None or mesh.ndim != 1 or type(layer.q_proj).__name__.startswith("FSDP"):
         return WHOLE

@@ -396,7 +396,7 @@ def _memory_of(name: str, device: torch.device) -> SharedMemory:
 
 
 def _stands_in(group: Any) -> bool:
-    """Whether a group brings its own kind of memory: `tests/support/virtual.py` does."""
+    """Says whether a group brings its own kind of memory: `tests/support/virtual.py` does."""
     return hasattr(group, "share")
 
 

@@ -258,8 +258,8 @@ def ascending(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
-    """By the caller's names, for `refuse_changed_offsets`: autograd sees changes of what it saved, but not where checkpointing
-    saves it anew, or a hook a copy."""
+    """Notes versions by the caller's names, for `refuse_changed_offsets`: autograd sees changes of what it saved, but not where
+    checkpointing saves it anew, or a hook a copy."""
     ctx.offsets = [(name, x, x._version) for name, x in offsets.items()]
 
 
@@ -270,7 +270,7 @@ def refuse_changed_offsets(ctx: Any) -> None:
 
 
 def refuse_transforms(name: str) -> NoReturn:
-    """Of `torch.func`, around a call over ranks."""
+    """Refuses transforms of `torch.func` around a call over ranks."""
     raise NotImplementedError(f"{name}: transforms of torch.func have no calls over ranks; autograd has")
 
 

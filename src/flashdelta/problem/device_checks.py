@@ -26,7 +26,7 @@ LOWEST_DECAY = -5.0
 ENABLED = is_on("FLASHDELTA_CHECK", False)
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") != "1"
-"""Whether `check_on_cpu` runs. Triton's interpreter shows what kernels do on a GPU."""
+"""Turns `check_on_cpu` on. Triton's interpreter shows what kernels do on a GPU."""
 
 NameOf = Callable[[str], str]
 """The caller's name of a role."""
@@ -86,7 +86,7 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
 
 
 def _check_decays(problem: Problem, t: Tensors, lengths: list[int], name: str) -> None:
-    """Of tokens of sequences that are not null. A NaN passes: it stays in its sequence."""
+    """Checks tokens of sequences that are not null. A NaN passes: it stays in its sequence."""
     if problem.gate not in ("none", "logsigmoid"):
         return
     live = torch.ones(problem.N, dtype=torch.bool)

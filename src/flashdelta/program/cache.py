@@ -28,8 +28,8 @@ class Entry(Protocol):
     """Tensors, by place, that the call writes."""
 
     def usable(self, addresses: Sequence[int]) -> bool | None:
-        """Whether it may run now, with tensors that lie there. If not (False), the call runs as one that may not be kept; None:
-        as one that is new."""
+        """Says whether it may run now, with tensors that lie there. If not (False), the call runs as one that may not be kept;
+        None: as one that is new."""
 
 
 E = TypeVar("E", bound=Entry)

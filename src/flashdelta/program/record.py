@@ -21,7 +21,7 @@ MOST_APART = 256
 """Written tensors, such as the pools of a model's layers, of which a recorded program knows that they are disjoint."""
 
 STRICT = False
-"""Whether a program that should replay and can't raises, as in tests, instead of being built anew each time."""
+"""Makes a program that should replay and can't raise, as in tests, instead of being built anew each time."""
 
 ALIGNMENT = 512
 """Bytes: of buffers that share an allocation."""
@@ -114,7 +114,7 @@ class _Strided(NamedTuple):
         return cls(x.data_ptr(), extent(x), sorted(dims, key=lambda dim: -dim[1]), size, place)
 
     def has(self, address: int) -> bool:
-        """Whether the address is one of its elements: other tensors may lie between them."""
+        """Says whether the address is one of its elements: other tensors may lie between them."""
         left = address - self.begin
         if not 0 <= left < self.nbytes:
             return False

@@ -1,4 +1,4 @@
-"""What kernels of a call leave for each other: scratch, and named tensors in one allocation of it."""
+"""Memory that kernels of a call leave for each other: scratch, and named tensors in one allocation of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_marked(x: Tensor) -> bool:
 
 
 def is_scratch(x: Tensor) -> bool:
-    """Whether it comes from `new`, and PyTorch has not written it since it was marked."""
+    """Says whether it comes from `new`, and PyTorch has not written it since it was marked."""
     return x in _writes and _writes[x] == (0 if x.is_inference() else x._version)
 
 

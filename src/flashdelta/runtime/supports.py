@@ -1,4 +1,4 @@
-"""Whether a call can run, and on which backend."""
+"""Answers whether a call can run, and on which backend."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def is_by_token(x: Tensor) -> bool:
 
 
 ROWS, COLUMNS = 32, 128
-"""Of a tile of `strided_copy_kernel`."""
+"""Size of a tile of `strided_copy_kernel`."""
 
 OUTER = 3
 """Its dimensions before those of a tile."""
@@ -134,7 +134,7 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def strided_copy(x: Tensor, to: Tensor, scratch: Tensor) -> list[Launch]:
-    """Of tensors of one shape and dtype, one of which is scratch. One launch, unless many dimensions lie apart."""
+    """Copies a tensor to one of its shape and dtype; one of them is scratch. One launch, unless many dimensions lie apart."""
     dims: list[tuple[int, int, int]] = []
     for n, *strides in zip(x.shape, x.stride(), to.stride()):
         if dims and [n * s for s in strides] == [*dims[-1][1:]]:
@@ -172,7 +172,7 @@ class Inputs(NamedTuple):
 
 
 def laid_out(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool] = Tensor.is_contiguous) -> Inputs:
-    """With dense copies of the tensors that do not fit, of any shapes."""
+    """Replaces tensors of any shape that do not fit by dense copies."""
     dense: dict[str, Tensor] = {}
     copies = []
     for role in roles:

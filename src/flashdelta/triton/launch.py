@@ -57,7 +57,7 @@ DENSE_TOO = {
     "short_convolution" + BACKWARD: ("weight", "initial_state"),
     "wy": ("v_new", "A", "h", "dh", "dv"),
 }
-"""By operation, of others only initial states."""
+"""More of them, by operation; of others only initial states."""
 
 ROWS = ("q", "k", "v", "g", "do")
 """Inputs `[B, T, H, K]` of the operator and of its backward pass."""
@@ -77,7 +77,7 @@ def prepare_inputs(problem: Problem, t: Tensors) -> Inputs:
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether the last dimension is dense, and those before the last three are one."""
+    """Says whether the last dimension is dense, and those before the last three lie as one."""
     batches = [(n, s) for n, s in zip(x.shape[:-3], x.stride()) if n > 1]
     return x.stride(-1) == 1 and all(s == n * own for (_, s), (n, own) in itertools.pairwise(batches))
 

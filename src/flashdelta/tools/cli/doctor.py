@@ -26,7 +26,7 @@ TYPICAL = Case("typical", "what a model calls, and small", T=130, safe=True)
 
 
 LABELS = {"cudnn": "cuDNN's Python frontend"}
-"""Of packages that are less than their names say."""
+"""Packages by what they are, where the name to import says more."""
 
 
 def examine(device: torch.device, progress: bool = True) -> dict:
