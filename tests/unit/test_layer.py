@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -11,15 +10,9 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.problem import device_checks
-from flashdelta.program.launch import REGISTERS
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import CONVOLUTION, CONVOLUTION_OUT, NORM, operator_of
-from flashdelta.tools.compile import only_launches
-from flashdelta.triton import convolution
-from flashdelta.triton.build import build
 
-from ..compile.variants import backward_of
 from ..support.layer import (
     CONVOLUTION_BY_NAME,
     CONVOLUTION_CASES,
@@ -69,13 +62,6 @@ def test_convolution_is_that_of_each_token(case: ConvolutionCase):
         assert torch.equal(call["checkpoint_states"], buffer)
 
 
-def test_convolution_is_pytorchs():
-    call = make_convolution(CONVOLUTION_BY_NAME["bias"], torch.float64)
-    x, weight, bias = call["x"].mT, call["weight"], call["bias"]
-    want = torch.nn.functional.conv1d(x, weight, bias, padding=3, groups=x.shape[1])[..., : x.shape[2]]
-    close(fd.short_convolution(**call)[0], torch.nn.functional.silu(want).mT)
-
-
 @pytest.mark.parametrize("case", [NORM_BY_NAME[name] for name in ("silu", "fused", "one", "none")], ids=str)
 def test_gradients_of_the_norm(case: NormCase):
     call = make_norm(case, torch.float64)
@@ -107,24 +93,6 @@ def test_gradients_of_the_convolution(case: ConvolutionCase):
     assert torch.autograd.gradcheck(results, list(leaves.values()))
 
 
-def test_states_are_in_the_dtype_of_the_first():
-    call = make_convolution(CONVOLUTION_BY_NAME["state"], torch.bfloat16)
-    assert fd.short_convolution(**call)[1].dtype == torch.bfloat16
-    assert fd.short_convolution(**call | {"initial_state": call["initial_state"].float()})[1].dtype == torch.float32
-    o, final = fd.short_convolution(**call | {"output_final_state": False})
-    assert final is None and o.dtype == torch.bfloat16
-
-
-def test_output_is_written_where_it_is_asked_for():
-    call = make_convolution(CONVOLUTION_BY_NAME["plain"])
-    want = fd.short_convolution(**call)[0]
-    rows = torch.full((2, 40, 72), torch.nan)
-    out = rows[..., 24:48]
-    found = fd.short_convolution(**call, out=out)[0]
-    assert found is out and same_bits(out, want)
-    assert rows[..., :24].isnan().all() and rows[..., 48:].isnan().all()
-
-
 @pytest.mark.parametrize("name", ["packed", "packed_new", "fla"])
 def test_final_states_go_where_they_are_asked_for(name: str):
     """In a dtype of their own, amid other memory; compiled too."""
@@ -137,32 +105,6 @@ def test_final_states_go_where_they_are_asked_for(name: str):
         found, state = function(**call, final_state=final)
         assert same_bits(found, o) and same_bits(state, want.float()) and same_bits(final, state)
         assert memory[..., :2].isnan().all() and memory[..., 2 + want.shape[2] :].isnan().all()
-
-
-def test_buffers_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
-    marks, every, plain, pool = (
-        make_convolution(CONVOLUTION_BY_NAME[name]) for name in ("marks", "every", "state", "pool")
-    )
-    offsets, indices, buffer = (marks[f"checkpoint_{name}"] for name in ("offsets", "indices", "states"))
-    state, row = plain["initial_state"], {"checkpoint_offsets": torch.tensor([3, 0, 40, 17])}
-    monkeypatch.setattr(device_checks, "ENABLED", True)
-    wrong_rows = None, indices[:, None], torch.tensor([0, 1, 0, 2]), torch.tensor([0, 1, 6, 2])
-    wrong_buffers = buffer[:, :5], buffer[..., :2], marks["x"].mT[..., :3], buffer.half(), buffer[:1].expand(6, -1, -1)
-    for call, name, values in (
-        (marks, "checkpoint_offsets", (None, offsets.short(), torch.tensor([3, 0, 41, 40]))),
-        (marks | row, "checkpoint_indices", wrong_rows),
-        (marks, "checkpoint_every", (64,)),
-        (marks, "checkpoint_states", wrong_buffers),
-        (every, "checkpoint_every", (65,)),
-        (every, "checkpoint_states", (every["checkpoint_states"][:5], every["initial_state"])),
-        (marks | {"x": marks["x"].clone().requires_grad_()}, "checkpoint_states", (buffer,)),
-        (plain, "final_state", (state[:1], state[..., 1:], state, state.clone().requires_grad_())),
-        (pool, "final_state", (pool["state_pool"].clone(),)),
-    ):
-        for value in values:
-            with pytest.raises((ValueError, TypeError), match=f"^{name}: got "):
-                fd.short_convolution(**call | {name: value})
-    fd.short_convolution(**marks | row)
 
 
 # ---- operators --------------------------------------------------------------------------------------------------------------
@@ -226,28 +168,3 @@ def test_operators_pass_opcheck():
 
 
 # ---- tiles ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("T", [768, 2048, 4096, 8192])
-def test_tiles_of_a_convolution_s_gradients_fill_waves(T: int):
-    x = torch.empty(1, T, 12288, dtype=torch.bfloat16, device="meta")
-    problem, t = check(fd.short_convolution, x, x.new_empty(12288, 4))
-    c = convolution.convolution_config(problem, t.device, backward=True)
-    assert c.BT == T if T < 8192 else c.BT % (c.ahead * c.groups) == 0
-    assert c.groups * (convolution.MOST_AT_ONCE if T < 8192 else convolution.MOST_TOKENS) >= c.BT
-    waves = convolution.token_tiles(problem, c)[1] * problem.D / c.BD / (132 * convolution.BACKWARD.ctas)
-    assert 0.85 * math.ceil(waves) < waves
-    assert convolution.BACKWARD.ctas == REGISTERS // (32 * c.num_warps * c.max_registers)
-
-
-@pytest.mark.parametrize(
-    ("B", "T", "D"), [(1, 768, 12288), (2, 768, 12288), (1, 8192, 12288), (1, 768, 1536), (1, 60, 12288)]
-)
-def test_gradients_of_a_filled_wave_leave_no_sums(B: int, T: int, D: int):
-    """One tile with all tokens, where its blocks of channels fill the SMs."""
-    x = torch.empty(B, T, D, dtype=torch.bfloat16, device="meta")
-    problem, t = backward_of(*check(fd.short_convolution, x, x.new_empty(D, 4)))
-    launches = only_launches(build(problem, t, 90))
-    alone = B == 1 and T <= 4096 and D == 12288
-    assert [x.kernel.fn.__name__ for x in launches] == ["convolution_backward_kernel"] + ["sums_kernel"] * (not alone)
-    assert launches[0].constants["EXCHANGE"] == (alone and T > 60)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ..support.stream_k import C, Work
-
-SLACK = 3
-"""Chunks by which a CTA may do more than an equal range: a cut close to a tile's end leaves the tile whole."""
 
 
 @st.composite
@@ -69,23 +65,6 @@ def assert_all_done(work: Work) -> None:
     assert max(visits) <= 2
 
 
-def finish(work: Work, change: float = 1.0) -> tuple[float, float]:
-    """When the last CTA ends if all start at once, a chunk takes 1 and a change of tile `change`; and the time that
-    ctas spend waiting."""
-    ends, waited, carries = [], 0.0, {}
-    for cta in range(work.ctas):
-        time = 0.0
-        for tile in work.work_tiles(cta):
-            if tile.carry_in:
-                waited += max(0.0, carries[cta - 1] - time)
-                time = max(time, carries[cta - 1])
-            time += tile.stop - tile.first + change
-            if tile.carry_out:
-                carries[cta] = time
-        ends.append(time)
-    return max(ends), waited
-
-
 @settings(max_examples=80, deadline=None)
 @given(works())
 @example(Work(96, 66, 8192, 1))
@@ -102,35 +81,3 @@ def test_every_chunk_is_done_once_and_in_order(work: Work):
 @example(Work(4, 12, 1000, 4, (0, 1000, 0, 1000, 0)))
 def test_wrong_offsets_change_nothing_about_that(work: Work):
     assert_all_done(work)
-
-
-@settings(max_examples=80, deadline=None)
-@given(works())
-def test_no_cta_does_much_more_than_an_equal_range(work: Work):
-    steps = [chunks + 1 for chunks in work.chunks]
-    even = max(-(-sum(steps) // work.ctas), max(steps))
-    end, _ = finish(work)
-    assert end <= even + 2 * SLACK
-
-
-@pytest.mark.parametrize("heads", [1, 4, 8, 12, 16, 24, 32, 48, 64])
-def test_what_divides_evenly_is_not_cut(heads: int):
-    for work in (Work(heads, heads, 8192, 1), Work(heads, heads, 8192, 4), Work(heads, heads, 8192, 1, (0, 8000))):
-        assert work.carries == 0
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        Work(96, 66, 8192, 1),
-        Work(64, 66, 8192, 8, tuple(range(0, 8193, 1024))),
-        Work(96, 66, 8192, 6, (0, 4096, 6144, 7168, 7680, 8000, 8192)),
-    ],
-    ids=["96 heads", "8 x 1024", "uneven"],
-)
-def test_models_split_evenly_without_waiting(work: Work):
-    """Tiles of two slices on 132 SMs."""
-    end, waited = finish(work)
-    assert end <= sum(chunks + 1 for chunks in work.chunks) / work.ctas + 2 * SLACK
-    assert waited == 0.0
-    assert work.carries > 20
