@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ ELSEWHERE = {"parallel": "problem", "parallel.merge": "triton"}
 """Floors of the folder for several GPUs: a call's problem has a context, and merging is part of building a program."""
 
 BESIDE = ("nn", "integrations", "testing", "tools", "kernels", "__init__", "__main__")
-SAME = {
-    *("prepare", "recurrence", "segments", "reverse", "wy", "intra", "decode", "verify", "commit"),
-    *("launch", "build", "gradients", "chunk", "recurrent", "split", "sequences", "states", "convolution", "norm"),
-    *("fused_decode", "merge"),
-}
-"""Operations, stages, and what every backend has: a file of such a name is about the same in each."""
 
 LONGEST, MOST_ARGUMENTS = 60, 8
 
@@ -79,24 +72,6 @@ def test_there_is_no_circle():
             del graph[name]
 
 
-def test_only_backends_knows_backends():
-    others = {"hopper", "triton", "reference"}
-    users = {name for name in MODULES if floor(name) in ("ops", "runtime", "program", "problem")}
-    # the chunks of a call's sequences, which `explain` counts
-    allowed = {("runtime.explain", "reference.sequences")}
-    assert {(name, x) for name in users for x in imports(name) if floor(x) in others} <= allowed
-
-
-def test_a_basename_means_one_thing():
-    by_name = defaultdict(list)
-    for name in MODULES:
-        if floor(name) in FLOORS and not name.endswith("__init__"):
-            by_name[name.split(".")[-1]].append(name)
-    folders = {"device", "parallel", "problem", "program", "reference", "triton", "hopper", "ops", "runtime"}
-    repeated = {name for name, where in by_name.items() if len(where) > 1 and name not in folders}
-    assert repeated <= SAME, repeated - SAME
-
-
 def is_kernel(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list)
 
@@ -134,12 +109,6 @@ def test_calls_have_few_arguments():
             if len(passed) > MOST_ARGUMENTS and called not in ("dict", "replace", "op") and not called[0].isupper():
                 many.append(f"{name}:{node.lineno} {called}")
     assert many == []
-
-
-def test_the_picture_is_that_of_the_imports():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    picture = re.search(r"```text\n(.*?)```", text, flags=re.DOTALL)[1]
-    assert [word for word in re.findall(r"^(\w+)", picture, flags=re.MULTILINE)] == list(FLOORS)
 
 
 OPERATORS = {

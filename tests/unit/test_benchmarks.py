@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from benchmarks import gate, run, timing, workloads
+from benchmarks import run, workloads
 from benchmarks.run import Row, Setup
 from benchmarks.workloads import decode_row, layer_call_row, layer_step_row, model, served, spread_row, verify_row
 
@@ -93,23 +93,6 @@ def test_other_libraries_are_held_to_the_truth_too():
     assert found["fla"]["problem"].startswith("wrong: error o 1.0e-01") and "cold_ms" not in found["fla"]
 
 
-def test_what_a_second_call_leaves_unwritten_is_wrong():
-    out, calls = torch.ones(4), []
-
-    def call() -> tuple[torch.Tensor]:
-        calls.append(out.fill_(1.0) if not calls else None)
-        return (out,)
-
-    (found,) = gate.second_result(call, torch.device("cpu"))
-    assert gate.fault(gate.errors([torch.ones(4)], ["o"], [found]), 1e9) == "wrong: error o nan, tolerance 1e+09"
-
-
-def test_all_rows_differ_in_name():
-    for program in PROGRAMS:
-        names = [row.name for row in importlib.import_module(f"benchmarks.{program}").PROGRAM.rows]
-        assert len(names) == len({*names})
-
-
 def test_rows_are_found_by_name_or_part_of_it(capsys: pytest.CaptureFixture):
     assert [row.name for row in run.select(workloads.PREFILL, ["T8192 H64"])] == ["T8192 H64"]
     assert len(run.select(workloads.PREFILL, ["H64, slow"])) > 5
@@ -131,13 +114,3 @@ def test_a_row_measured_again_replaces_its_name(tmp_path: Path):
         ("b", 3, 0),
     ]
     assert [x["date"] for x in found["runs"]] == ["2", "3"]
-
-
-def test_turns_begin_with_another_contender_each():
-    assert [*timing.turns("ab", 3)] == ["a", "b", "b", "a", "a", "b"]
-    assert timing.cold({"a": lambda: None, "b": lambda: None}, FakeTimer(1.0, 3.0), 2) == {"a": 2.0, "b": 2.0}
-
-
-def test_kernels_are_summed_by_name():
-    found = timing.kernel_times([("void f<int>(float)", 3.0), ("g", 1.0), ("void f<int>(float)", 5.0), ("g", 1.0)], 2)
-    assert found == [{"kernel": "f", "ms": 0.004, "launches": 1.0}, {"kernel": "g", "ms": 0.001, "launches": 1.0}]

@@ -13,10 +13,7 @@ from flashdelta.nn import KdaCache, KdaLanguageModel
 from flashdelta.nn.lm import encode
 from flashdelta.tools.cli.demo import TOLERANCE, DemoResult, agreement, load_demo_model, run_demo
 
-from ..full import FULL
-
 PROMPT = "The value of an object can be changed when "
-MIN_KNOWN_WORDS = 0.6
 
 
 @pytest.fixture(scope="module")
@@ -29,35 +26,14 @@ def model() -> KdaLanguageModel:
     return load_demo_model(torch.device("cpu"), torch.float32, "reference")
 
 
-def test_result_is_complete(result: DemoResult) -> None:
-    assert result.prompt == PROMPT
-    assert len(result.continuation) == 300
-    assert result.prefill_tokens_per_s > 0
-    assert result.decode_tokens_per_s > 0
+def test_the_demo_writes_words_and_checks_itself(result: DemoResult) -> None:
+    assert result.prompt == PROMPT and len(result.continuation) == 300
+    assert result.prefill_tokens_per_s > 0 and result.decode_tokens_per_s > 0
     assert (result.backend, result.device, result.dtype) == ("reference", "cpu", "float32")
-    assert 100_000 < result.parameters < 2_000_000
-
-
-def test_prefill_and_decode_agree(result: DemoResult) -> None:
-    assert result.checked
-    assert result.agreement_error <= TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("seed", range(3 if FULL else 1))
-def test_most_words_are_words_of_the_training_text(seed: int) -> None:
+    assert result.checked and result.agreement_error <= TOLERANCE[torch.float32]
     known = set(re.findall(r"[a-z]+", " ".join(topics.values()).lower()))
-    text = run_demo(prompt=PROMPT, tokens=300, seed=seed, backend="reference", device="cpu").continuation
-    # the last word may be cut short
-    words = re.findall(r"[a-z]+", text.lower())[:-1]
-    assert len(words) >= 30
-    assert sum(word in known for word in words) >= MIN_KNOWN_WORDS * len(words), text
-
-
-def test_same_seed_same_text(result: DemoResult) -> None:
-    again = run_demo(prompt=PROMPT, tokens=20, temperature=0.5, seed=0, backend="reference", device="cpu")
-    other = run_demo(prompt=PROMPT, tokens=20, temperature=0.5, seed=1, backend="reference", device="cpu")
-    assert again.continuation == result.continuation[:20]
-    assert other.continuation != again.continuation
+    words = re.findall(r"[a-z]+", result.continuation.lower())[:-1]
+    assert len(words) >= 30 and sum(word in known for word in words) >= 0.6 * len(words), result.continuation
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 import sys
@@ -104,14 +103,3 @@ def test_tables_and_the_picture_are_made_of_the_results():
     assert [str(path.relative_to(ROOT)) for path in tables.changed()] == [], "python -m benchmarks.tables"
     shown = {name for path in DOCUMENTS for name, *_ in tables.MARKED.findall(path.read_text())}
     assert shown == {*tables.TABLES}
-
-
-def test_pictures_are_as_drawn():
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    drawn = module.pictures()
-    assert {path: path.read_text() for path in (ROOT / "docs").rglob("*.svg")} == drawn
-    pages = [ROOT / "docs" / "parallel.md", *(ROOT / "docs" / "kernels").glob("*.md")]
-    shown = {page.parent / name for page in pages for name in re.findall(r"!\[.*?\]\((.*?\.svg)\)", page.read_text())}
-    assert shown == set(drawn), "a picture that no page shows, or the reverse"

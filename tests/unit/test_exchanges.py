@@ -66,21 +66,6 @@ def test_a_rank_that_is_slower_by_a_call_reads_what_was_meant_for_it(late: int, 
     assert all(on_ranks(3, lambda group: exchanged(group, sizes, TO[to]), late))
 
 
-def test_a_rank_that_nobody_sends_to_does_not_wait():
-    """It leaves an exchange when the other has begun the one before: two places hold what that has not read."""
-    done = [0, 0]
-
-    def run(group: VirtualRank) -> list[int]:
-        ahead = []
-        for _ in range(6):
-            exchanged(group, [64], [LATER])
-            done[group.rank()] += 1
-            ahead.append(done[0] - done[1])
-        return ahead
-
-    assert on_ranks(2, run, late=1)[0] == [1, 2, 2, 2, 2, 2]
-
-
 def replays(group: VirtualRank, captured: threading.local, to: Sequence[str]) -> bool:
     """An odd number of captured exchanges, again and again, among others."""
     right = exchanged(group, [64], to)
@@ -134,21 +119,6 @@ def test_what_a_graph_holds_stays():
         return memory.outgrown[0][1][group.rank()] is own and exchanges._memory_of(name, device) is memory
 
     assert all(on_ranks(2, run))
-
-
-class StandIn:
-    """A group that brings its own kind of memory."""
-
-    rank, size, share = (lambda self: 0), (lambda self: 2), None
-
-
-def test_a_later_group_of_a_name_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(exchanges, "_memories", {})
-    groups, found = [StandIn(), StandIn()], []
-    for group in (groups[0], groups[0], groups[1]):
-        monkeypatch.setattr(exchanges, "group_named", lambda name, group=group: group)
-        found.append(exchanges._memory_of("one name", torch.device("cpu")))
-    assert found[0] is found[1] and found[1] is not found[2] and found[2].group() is groups[1]
 
 
 def test_groups_that_are_gone_leave_nothing():
@@ -224,14 +194,6 @@ def put_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(SharedMemory, "send", noted)
     return found
-
-
-def test_contexts_of_other_exchanges_do_not_replay_each_other():
-    def run(group: VirtualRank) -> list:
-        contexts = [context_parallel(OFFSETS, group=group, exchange=way) for way in ("auto", "gather", "put")]
-        return [[a == b for b in contexts] for a in contexts]
-
-    assert on_ranks(2, run) == [[[True, True, False], [True, True, False], [False, False, True]]] * 2
 
 
 # ---- who can -------------------------------------------------------------------------------------------------------------
@@ -310,14 +272,3 @@ def test_a_group_is_not_asked_in_a_capture(pretended: Callable):
         return str(refused.value)
 
     assert all("a CUDA graph's capture before any call of the group" in text for text in on_ranks(2, run))
-
-
-def test_put_needs_gpus(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(exchanges, "_stands_in", lambda group: False)
-
-    def run(group: VirtualRank) -> str:
-        with pytest.raises(ValueError) as refused:
-            context_parallel(OFFSETS, group=group, exchange="put")
-        return str(refused.value)
-
-    assert on_ranks(2, run) == ["exchange: got 'put', wanted 'gather' (tensors on cpu)"] * 2

@@ -9,15 +9,6 @@ import pytest
 from flashdelta.tools.files import require_writable, whole_file, whole_folder
 
 
-def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path):
-    path = tmp_path / "new" / "x.json"
-    for text in ("first", "second"):
-        with whole_file(path) as unfinished:
-            unfinished.write_text(text)
-            assert unfinished.suffix == ".json" and (text == "first") == (not path.exists())
-        assert path.read_text() == text and list(path.parent.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_unfinished_file_leaves_the_old_one(error: type[BaseException], tmp_path: Path):
     path = tmp_path / "x.json"
@@ -26,19 +17,6 @@ def test_an_unfinished_file_leaves_the_old_one(error: type[BaseException], tmp_p
         unfinished.write_text("ne")
         raise error
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_keeps_its_other_files(tmp_path: Path):
-    for name in ("kept", "replaced"):
-        (tmp_path / name).write_text("old")
-    with whole_folder("out", tmp_path) as unfinished:
-        for name in ("replaced", "added"):
-            (unfinished / name).write_text("new")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "kept": "old",
-        "replaced": "new",
-        "added": "new",
-    }
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -40,22 +39,6 @@ def test_a_failure_prints_the_line_that_reruns_it(monkeypatch: pytest.MonkeyPatc
     assert run(*words) == 1
     monkeypatch.undo()
     assert run(*words) == 0
-
-
-def end_at_the_third(part: str, seed: int, number: int, device: torch.device) -> runner.Outcome:
-    if number == 2:
-        os._exit(7)
-    return runner.Outcome(part, number, "commit", "right")
-
-
-def test_a_process_that_ends_is_a_failure_of_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(runner, "run_case", end_at_the_third)
-    file = tmp_path / "fuzz.json"
-    assert run("--part", "calls", "--cases", "6", "--jobs", "2", "--json", str(file)) == 1
-    document = json.loads(file.read_text())
-    assert document["cases"] == 6 and document["jobs"] == 2
-    assert 2 in [failure["case"] for failure in document["failures"]]
-    assert "--part calls --seed 0 --case" in document["failures"][0]["rerun"]
 
 
 @pytest.mark.parametrize(("op", "target"), [("chunk_kda", "q"), ("fused_recurrent_kda", "state_pool")])

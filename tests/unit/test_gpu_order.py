@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 from ..gpu import conftest as tier
-from ..gpu import sanitized, test_hazards
 
 # a test's cases differ in values alone where they have the same fixtures
 ONE_CASE_EACH = """
@@ -30,9 +29,3 @@ def test_every_test_finds_its_fixtures():
     assert done.returncode == 0, done.stdout[-2000:]
     planned = {line.split()[0].partition("[")[0] for line in done.stdout.splitlines() if "::test_" in line}
     assert len(planned) > 100
-
-
-def test_sanitizers_run_every_part():
-    for groups, left_out in ((test_hazards.PARTS, set()), (test_hazards.RACES, {"pool"})):
-        words = [word for group in groups for word in group.split()]
-        assert sorted(words) == sorted({*sanitized.PARTS} - left_out)

@@ -87,16 +87,6 @@ def test_split_anywhere_with_carried_state_is_the_whole(drawn: tuple[Case, dict]
     assert_same((o, state.to(whole[1].dtype)), whole)
 
 
-@given(calls(dtype=FP32, packed=False), st.integers(1, 3))
-def test_split_at_a_chunk_boundary_gives_the_same_bits(drawn: tuple[Case, dict], chunks: int):
-    case, call = drawn
-    cut = min(chunks * case.chunk_size, case.T)
-    whole = fd.chunk_kda(**call)
-    o, state = in_pieces(call, [cut], call.get("initial_state"))
-    assert same_bits(o, whole[0])
-    assert same_bits(state, whole[1])
-
-
 @given(calls(packed=False))
 def test_prefill_then_decode_is_one_prefill(drawn: tuple[Case, dict]):
     case, call = drawn
@@ -110,28 +100,6 @@ def test_prefill_then_decode_is_one_prefill(drawn: tuple[Case, dict]):
         outputs.append(o)
     assert_close("o", torch.cat(outputs, dim=1), whole[0], state_tolerance(FP64, whole[1].dtype))
     assert_close("final_state", state, whole[1].double(), 2 * state_tolerance(FP64, whole[1].dtype))
-
-
-@given(calls(), st.sampled_from([0.0, -2.0, 0.3]))
-def test_linear_in_v_and_the_initial_state(drawn: tuple[Case, dict], factor: float):
-    """`o` and the final state are linear in `(v, S0)` together, for fixed q, k, g and beta."""
-    case, call = drawn
-    call = make_call(replace(case, state=FP64), FP64)
-    other = {name: torch.randn_like(call[name]) for name in ("v", "initial_state")}
-    mixed = {name: call[name] + factor * other[name] for name in other}
-    a, b = fd.chunk_kda(**call), fd.chunk_kda(**call | other)
-    assert_same(fd.chunk_kda(**call | mixed), tuple(x + factor * y for x, y in zip(a, b)))
-
-
-@given(calls(dtype=FP32))
-def test_no_state_and_zeros_give_the_same_bits(drawn: tuple[Case, dict]):
-    case, call = drawn
-    call = call | {"initial_state": None}
-    inner = (case.V, case.K) if case.v_first else (case.K, case.V)
-    zeros = torch.zeros(case.sequences, case.HV, *inner)
-    for op, arguments in ((fd.chunk_kda, call), (fd.fused_recurrent_kda, as_recurrent(call))):
-        for a, b in zip(op(**arguments), op(**arguments | {"initial_state": zeros})):
-            assert same_bits(a, b)
 
 
 @given(calls(dtype=FP32))

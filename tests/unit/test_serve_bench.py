@@ -80,16 +80,6 @@ def test_what_passes(changes: dict, wrong: int):
     assert agree.table(rows, logs).count("| k3 |") == 3
 
 
-def test_gains_of_times_and_rates():
-    import times
-
-    rows = {"off": {"step of 1": [2.0, 4.0], "tokens/s": [10.0]}, "on": {"step of 1": [1.5], "tokens/s": [30.0]}}
-    samples = [{"scenario": "k3", "mode": mode, "rows": x} for mode, x in rows.items() for _ in range(3)]
-    step, rate = times.summary(samples)
-    assert step["on"]["gain"] == 2.0 and rate["on"]["gain"] == 3.0 and step["off"]["processes"] == 3
-    assert "| k3 | step of 1, ms | 3 (3 to 3) | 1.5 (1.5 to 1.5) | 2.00 |" in times.table([step, rate])
-
-
 CHILD = f"""
 import sys
 sys.path.insert(0, {str(FOLDER)!r})

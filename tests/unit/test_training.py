@@ -14,8 +14,6 @@ import torch
 from rich.console import Console
 from torch.utils.checkpoint import checkpoint
 
-from flashdelta.integrations import _fla
-
 from .test_nn import attention, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -138,23 +136,6 @@ def test_kimi_linear_learns_the_same_with_flashdelta_and_without(kimi, tmp_path:
     options = kimi.parse([*FEW.split(), "--compare", str(off), "--plot", str(picture)])
     assert kimi.report(ours, options, Console(file=io.StringIO()), "both") == 0
     assert picture.stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_kimi_linear_runs_on_what_it_says(kimi, monkeypatch):
-    pytest.importorskip("fla")
-    file = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
-    decorated = file.chunk_kimi_delta_attention
-    with kimi.running("PyTorch"):
-        assert file.chunk_kimi_delta_attention.__code__.co_filename == file.__file__
-    assert file.chunk_kimi_delta_attention is decorated and decorated.__code__.co_filename != file.__file__
-    with kimi.running("flashdelta"):
-        assert kimi.status("fla").state == "active" and file.chunk_kimi_delta_attention in _fla._State.patches.wrappers
-    assert file.chunk_kimi_delta_attention is decorated
-    assert kimi.status("fla").state == "possible"
-    monkeypatch.setenv("FLA_FLASHDELTA", "0")
-    with pytest.raises(SystemExit, match=r"off \(FLA_FLASHDELTA=0\); --no-flashdelta trains without"):
-        kimi.train(kimi.parse(FEW.split()), Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize(
