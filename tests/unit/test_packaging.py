@@ -93,6 +93,8 @@ def test_the_wheel_is_made_of_the_source_distribution(tree: Path, wheel: Path):
         (entry,) = (file.read(name).decode() for name in file.namelist() if name.endswith("entry_points.txt"))
     assert names == {name.removeprefix("src/") for name in files(tree) if name.startswith("src/")}
     assert "flashdelta = flashdelta_command:main" in entry
+    for group, name in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        assert f"[{group}]\nflashdelta = flashdelta.integrations.{name}:enable" in entry
 
 
 COMMANDS = (
