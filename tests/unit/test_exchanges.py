@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,22 +129,6 @@ def test_groups_that_are_gone_leave_nothing():
     assert counts[-1] <= counts[0] + 2
 
 
-def test_memory_is_ready_before_another_rank_may_write_and_a_kernel_may_read(monkeypatch: pytest.MonkeyPatch):
-    """PyTorch clears the signals, and uploads addresses, on a stream that other streams do not wait for."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    done, own, memory = [], torch.empty(8, dtype=torch.uint8), object()
-
-    def told(what: str, found: object = None) -> Callable[..., object]:
-        return lambda *_: done.append(what) or found
-
-    monkeypatch.setattr(symmetric, "_SymmetricMemory", SimpleNamespace(empty_strided_p2p=told("allocate", own)))
-    monkeypatch.setattr(symmetric, "rendezvous", told("meet", memory))
-    monkeypatch.setattr(torch.cuda, "synchronize", told("wait"))
-    assert exchanges._opened(SimpleNamespace(group_name="g"), 8, torch.device("cuda", 0)) == (own, memory)
-    assert done == ["allocate", "wait", "meet", "wait"]
-
-
 # ---- calls --------------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +208,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[[VirtualRank, dict[st
         return own, memory
 
     monkeypatch.setattr(exchanges, "_stands_in", lambda group: False)
-    monkeypatch.setattr(exchanges, "capturing", lambda device: getattr(told, "captured", False))
     monkeypatch.setattr(exchanges, "gather_numbers", lambda x, name, ranks, _: numbers(x, name, ranks, on_cpu))
     monkeypatch.setattr(exchanges, "_host", lambda: told.host)
     monkeypatch.setattr(exchanges, "_gpu", lambda index: told.gpus[index])
@@ -262,13 +244,3 @@ def test_every_rank_finds_the_same_way(name: str, pretended: Callable):
             assert way == text == "put"
         else:
             assert way == "gather" and text.startswith(f"exchange: got 'put', wanted 'gather' ({obstacle}")
-
-
-def test_a_group_is_not_asked_in_a_capture(pretended: Callable):
-    def run(group: VirtualRank) -> str:
-        pretended(group, {"captured": (True, True)})
-        with pytest.raises(ValueError) as refused:
-            exchanges.chosen_exchange("auto", group.group_name, torch.device("cuda", group.rank()))
-        return str(refused.value)
-
-    assert all("a CUDA graph's capture before any call of the group" in text for text in on_ranks(2, run))

@@ -33,6 +33,7 @@ transformers = pytest.importorskip("transformers")
 # FLA says that it finds no GPU
 warnings.filterwarnings("ignore", message="Triton is not supported")
 
+import flashdelta as fd  # noqa: E402
 from flashdelta import integrations  # noqa: E402
 from flashdelta.integrations import _fla, packing  # noqa: E402
 from flashdelta.integrations.patches import Patches  # noqa: E402
@@ -77,34 +78,15 @@ def stack() -> Iterator[ExitStack]:
 # ---- plain definitions --------------------------------------------------------------------------------------------------
 
 
-def plain_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """FLA's arguments, token by token in float64; states V first if asked for."""
-    dtype, HV = q.dtype, v.shape[2]
-    q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
-    A_log, dt_bias, bound = (options.get(name) for name in ("A_log", "dt_bias", "lower_bound"))
-    if options.get("use_gate_in_kernel"):
-        g = g if dt_bias is None else g + dt_bias.double().view(HV, -1)
-        rate = torch.ones(HV, 1) if A_log is None else A_log.double().exp().view(HV, 1)
-        g = -rate * F.softplus(g) if bound is None else bound * torch.sigmoid(rate * g)
-    if options.get("use_beta_sigmoid_in_kernel"):
-        beta = beta.sigmoid() * (2 if options.get("allow_neg_eigval") else 1)
-    if options.get("use_qk_l2norm_in_kernel"):
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q * (options.get("scale") or K**-0.5), k))
-    offsets, start, v_first = (options.get(x) for x in ("cu_seqlens", "initial_state", "state_v_first"))
-    spans = [(b, 0, q.shape[1]) for b in range(len(q))]
-    spans = spans if offsets is None else [(0, *x) for x in itertools.pairwise(offsets.tolist())]
-    o, states = [[] for _ in q], []
-    for n, (b, begin, end) in enumerate(spans):
-        S = torch.zeros(HV, K, v.shape[3], dtype=torch.float64) if start is None else start[n].double()
-        S = S.transpose(1, 2) if start is not None and v_first else S
-        for t in range(begin, end):
-            S = S * g[b, t].exp()[..., None]
-            new = beta[b, t, :, None] * (v[b, t] - torch.einsum("hk,hkv->hv", k[b, t], S))
-            S = S + k[b, t][..., None] * new[:, None]
-            o[b].append(torch.einsum("hk,hkv->hv", q[b, t], S))
-        states.append(S.transpose(1, 2) if v_first else S)
-    return torch.stack([torch.stack(row) for row in o]).to(dtype), torch.stack(states).float()
+def plain_kda(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """FLA's arguments, with its defaults, token by token in float64."""
+    call = dict(zip(["q", "k", "v", "g", "beta"], tensors)) | options
+    named = inspect.signature(fd.fused_recurrent_kda).parameters.keys()
+    flags = {"use_qk_l2norm_in_kernel": False, "state_v_first": False}
+    wanted = flags | {name: x for name, x in call.items() if name in named} | {"output_final_state": True}
+    exact = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in wanted.items()}
+    o, state = fd.fused_recurrent_kda(**exact, backend="reference")
+    return o.to(call["q"].dtype), state.float()
 
 
 def tokens(HV: int = H, B: int = 1, T: int = T) -> dict[str, Tensor]:
@@ -275,8 +257,6 @@ def test_a_stage_of_calls_that_fla_keeps():
     """FLA's hook for the backward of the WY step, whose gradients must be those of our operator."""
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
 
-    import flashdelta as fd
-
     from ..support.wy import BY_NAME, make_wy
 
     call = make_wy(BY_NAME["plain"], torch.float32)
@@ -376,20 +356,18 @@ def test_another_version_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_transformers_stands_where_fla_does(monkeypatch: pytest.MonkeyPatch):
-    from importlib import metadata
+    def found() -> str:
+        status = integrations.status("transformers")
+        assert (status.name, status.version) == ("transformers", transformers.__version__)
+        return f"{status.state}: {status.reason}"
 
-    version = metadata.version("transformers")
-    status = integrations.status("transformers")
-    assert (status.name, status.state, status.version) == ("transformers", "active", version)
+    assert found().startswith("active")
     _fla.disable()
-    status = integrations.status("transformers")
-    assert status.state == "possible" and "import flashdelta.integrations.fla" in status.reason
+    assert "import flashdelta.integrations.fla" in found().removeprefix("possible: ")
     monkeypatch.setattr(_fla, "is_installed", lambda: False)
-    status = integrations.status("transformers")
-    assert status.state == "off" and "not installed: pip install flash-linear-attention" in status.reason
+    assert "not installed: pip install flash-linear-attention" in found().removeprefix("off: ")
     monkeypatch.setattr(packing, "CONVOLUTION", "another_convolution(x)")
-    status = integrations.status("transformers")
-    assert status.state == "unknown version" and status.reason.startswith("modeling_kimi_linear lacks another")
+    assert found().startswith("unknown version: modeling_kimi_linear lacks another")
 
 
 def test_importing_the_package_imports_no_framework():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
+
+import flashdelta as fd
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "serve"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="no benchmarks in this tree")
@@ -35,20 +34,13 @@ def test_the_layer_in_float64_is_the_recurrence(bound: float | None):
     )
     rows = {"mixed": torch.randn(T, 3 * H * D), "beta": torch.randn(T, H), "key": torch.arange(T)}
     rows |= {name: torch.randn(T, H, D) for name in "gz"}
-    x = F.pad(rows["mixed"].double().T, (3, 0))[None]
-    x = F.silu(F.conv1d(x, layer.conv1d.weight.double(), groups=3 * H * D))[0].T
-    q, k, v = (part.reshape(T, H, D) for part in x.split(H * D, 1))
-    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-    g, rate = rows["g"].double() + layer.dt_bias.double().view(H, D), layer.A_log.double().exp()[:, None]
-    g = -rate * F.softplus(g) if bound is None else bound * torch.sigmoid(rate * g)
-    S, out = torch.zeros(H, D, D, dtype=torch.float64), []
-    for t in range(T):
-        S = S * g[t].exp()[..., None]
-        new = rows["beta"][t].double().sigmoid()[:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], S))
-        S = S + k[t][..., None] * new[:, None]
-        out.append(torch.einsum("hk,hkv->hv", q[t], S) * D**-0.5)
-    o = torch.stack(out)
-    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * layer.o_norm.weight * rows["z"].double().sigmoid()
+    exact = {name: x.double()[None] for name, x in rows.items()}
+    x, _ = fd.short_convolution(exact["mixed"], layer.conv1d.weight.double())
+    q, k, v = (part.reshape(1, T, H, D) for part in x.split(H * D, 2))
+    gate = {"A_log": layer.A_log.double(), "dt_bias": layer.dt_bias.double(), "lower_bound": bound}
+    gate |= {f"use_{x}_in_kernel": True for x in ("qk_l2norm", "gate", "beta_sigmoid")}
+    o, _ = fd.fused_recurrent_kda(q, k, v, exact["g"], exact["beta"], **gate)
+    o = fd.gated_rms_norm(o, exact["z"], layer.o_norm.weight.double(), eps=1e-5)[0]
     torch.testing.assert_close(agree.exact(layer, rows, heads=1), o, rtol=1e-9, atol=1e-9)
 
 
@@ -78,33 +70,3 @@ def test_what_passes(changes: dict, wrong: int):
     rows, logs = agree.compared(reports(**changes))
     assert len(agree.passes(rows, logs)) == wrong
     assert agree.table(rows, logs).count("| k3 |") == 3
-
-
-CHILD = f"""
-import sys
-sys.path.insert(0, {str(FOLDER)!r})
-import together
-case = sys.argv[sys.argv.index("--child") + 1]
-if case == "bad:on":
-    raise SystemExit("no engine")
-print("Triton kernel JIT compilation during inference: decode_kernel. This", flush=True)
-together.serve_lines(case, sys.argv[1], lambda line: {{"said": line, "case": case}})
-"""
-
-
-def test_processes_start_together_and_answer_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    import together
-
-    program = tmp_path / "program.py"
-    program.write_text(CHILD)
-    monkeypatch.setattr(sys, "argv", [str(program)])
-    until = time.monotonic() + 60
-    workers, said = together.start(["k3:off", "k3:on", "bad:on"], [str(tmp_path)], str(tmp_path), until)
-    assert list(said) == ["k3:off", "k3:on"] and "no engine" in capsys.readouterr().out
-    for line in ("times", "agree"):
-        for worker in workers:
-            assert worker.ask(line, until) == {"said": line, "case": worker.case}
-    for worker in workers:
-        assert worker.compiled() == ["decode_kernel"]
-        worker.end()
-        assert worker.ask("times", until) is None

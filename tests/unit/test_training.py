@@ -76,24 +76,6 @@ def test_training_records_its_losses(small, tmp_path: Path, autocast: bool):
     assert options.out.stat().st_size > 10_000
 
 
-def test_a_run_is_held_against_the_reference(small, tmp_path: Path):
-    def run(loss: float) -> dict:
-        held_out = {"2": 3.0, "4": loss}
-        return {"text": [5, 2], "held_out": held_out, "train": [4.0] * 30, "settings": {"backend": "x"}, "on": "CPU"}
-
-    assert small.compare(run(2.019), run(2.0)) == (True, "held out 2.0190, reference 2.0000: +0.95%")
-    assert small.compare(run(1.9), run(2.0))[0] is True
-    assert small.compare(run(2.021), run(2.0))[0] is False
-    assert small.compare(run(float("nan")), run(2.0))[0] is False
-    with pytest.raises(ValueError, match=r"^compare: got a run on \[5, 3\] characters"):
-        small.compare(run(2.0), run(2.0) | {"text": [5, 3]})
-    with pytest.raises(ValueError, match=r"^compare: got a run with other evaluations"):
-        small.compare(run(2.0), run(2.0) | {"held_out": {"3": 2.0}})
-    pytest.importorskip("matplotlib")
-    small.plot(run(2.0), run(2.1), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
 # ---- Kimi-Linear ----------------------------------------------------------------------------------------------------------
 
 FEW = "--steps=4 --every=2 --batch=2 --length=70 --warmup=2 --device=cpu"
