@@ -4,7 +4,6 @@ both at once. Convolution and norm are left out, as they are not ours; all else 
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import sys
 import zipfile
@@ -234,22 +233,6 @@ def test_a_forward_is_its_calls_one_by_one(served: Served, kind: str):
     for got, wanted in ((o, want), (served.pool, other)):
         assert relative_error(got, wanted) < TOLERANCE[FP32] if kind == "both" else same_bits(got, wanted)
     assert kind != "decode" or not o[0, 3].any()
-
-
-@every_model
-def test_memory_is_measured_with_the_largest_prefill(served: Served, monkeypatch: pytest.MonkeyPatch):
-    """By a run without metadata, in which vLLM's layers call no kernels."""
-    ran: list[dict] = []
-    context = SimpleNamespace(get_forward_context=lambda: SimpleNamespace(attn_metadata=None))
-    served.forward.__globals__["get_forward_context"] = context.get_forward_context
-    monkeypatch.setitem(sys.modules, "vllm.forward_context", context)
-    gate = {"gate": "lower_bound", "lower_bound": -5.0, "checkpoints": (False, True)}
-    monkeypatch.setattr(_vllm, "_expected", [functools.partial(_vllm.largest, 500, 3, FP32, gate)])
-    monkeypatch.setattr(_vllm, "take", lambda op, call: ran.append(call))
-    before = served.pool.clone()
-    out = served.run(Batch(served.model, served.model.tokens(4), [4]))
-    assert out.isnan().all() and same_bits(before, served.pool)
-    assert [x["q"].shape for x in ran] == [(1, 500, H, D)] and len(ran[0]["cu_seqlens"]) == 4
 
 
 # ---- Kimi-K3's fused steps ---------------------------------------------------------------------------------------------

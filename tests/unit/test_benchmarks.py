@@ -102,15 +102,3 @@ def test_rows_are_found_by_name_or_part_of_it(capsys: pytest.CaptureFixture):
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "no row 'T8192 H65'; the nearest are: " in said and "T8192 H64" in said and said.count(";") == 5
     assert run.main(program, ["--list"]) == 0 and "T8192 H64: the headline" in capsys.readouterr().out
-
-
-def test_a_row_measured_again_replaces_its_name(tmp_path: Path):
-    path = tmp_path / "x.json"
-    for date, name, ms in (("1", "a", 1.0), ("1", "b", 2.0), ("2", "b", 3.0), ("3", "a", 4.0)):
-        run.record(path, "prefill", {"date": date}, {"name": name, "contenders": {"ours": {"cold_ms": ms}}})
-    found = run.load(path)
-    assert [(x["name"], x["contenders"]["ours"]["cold_ms"], x["run"]) for x in found["rows"]] == [
-        ("a", 4, 1),
-        ("b", 3, 0),
-    ]
-    assert [x["date"] for x in found["runs"]] == ["2", "3"]

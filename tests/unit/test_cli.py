@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -143,29 +142,4 @@ def test_wrong_commands_are_refused_and_write_nothing(command, tmp_path, monkeyp
     assert result.exit_code == 2
     # the frame may break the line anywhere
     assert "".join(REFUSED[command].split()) in "".join(result.stderr.replace("│", " ").split())
-    assert not any(tmp_path.iterdir())
-
-
-WORK = {
-    "doctor": "doctor.examine",
-    "verify": "verify.run_verify",
-    "demo": "demo.run_demo",
-    "export --out out --arch=sm_90": "export.compile_kernels",
-}
-"""Commands, and where they spend their time."""
-
-
-@pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("command", WORK, ids=lambda command: command.replace(str(ROOT), ""))
-def test_ctrl_c_leaves_one_line_and_no_file(command, tmp_path, monkeypatch):
-    def work(*arguments, **named):
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(f"flashdelta.tools.cli.{WORK[command]}", work)
-    monkeypatch.chdir(tmp_path)
-    result = run(*command.split(" "))
-    said = result.stderr.splitlines()
-    # export has said what it does
-    assert (result.exit_code, said[-1]) == (130, "flashdelta: interrupted")
-    assert len(said) == 1 + (command.startswith("export"))
     assert not any(tmp_path.iterdir())

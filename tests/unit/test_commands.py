@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,15 +68,3 @@ def faults(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda x: str(x.relative_to(ROOT).with_suffix("")).replace("/", "-"))
 def test_what_commands_name_exists(path: Path):
     assert [(words, wrong) for words in commands(path.read_text()) if words and (wrong := faults(words))] == []
-
-
-def runnable() -> list[str]:
-    """Commands of ours that need no GPU, write nothing and take seconds, as the documents have them."""
-    lines = {shlex.join(words) for path in DOCUMENTS for words in commands(path.read_text())}
-    return sorted(x for x in lines if re.fullmatch(r"flashdelta (demo|doctor|verify( --quick)?)", x))
-
-
-@pytest.mark.parametrize("line", runnable())
-def test_commands_run_as_they_are_written(line: str):
-    done = subprocess.run([sys.executable, "-m", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout, done.stderr

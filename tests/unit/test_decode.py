@@ -81,21 +81,6 @@ def test_records(name: str):
 # ---- laws -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_constant_decay_is_the_gated_delta_rule():
-    """One decay for all of K is a number per head: S <- a S + beta k (v - a k^T S), the gated delta rule."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 6, 1, 32, dtype=FP64) for _ in range(3))
-    g, beta = -torch.rand(1, 6, 1, dtype=FP64), torch.rand(1, 6, 1, dtype=FP64)
-    S, outputs = torch.zeros(32, 32, dtype=FP64), []
-    unit = {name: torch.nn.functional.normalize(x[0, :, 0], dim=-1) for name, x in (("q", q), ("k", k))}
-    for i in range(6):
-        a, b, row = g[0, i, 0].exp(), beta[0, i, 0], unit["k"][i]
-        S = a * (S - b * torch.outer(row, row @ S)) + b * torch.outer(row, v[0, i, 0])
-        outputs.append(unit["q"][i] @ S * 32**-0.5)
-    o, _ = fd.recurrent_kda(q, k, v, g[..., None].expand(1, 6, 1, 32), beta)
-    assert_close("o", o[0, :, 0], torch.stack(outputs), 1e-5)
-
-
 @pytest.mark.parametrize("hard", ["same_keys", "g-50", "pinned", "zero_rows", "g-1e4"])
 def test_hard_inputs_are_finite_and_right(hard: str):
     step = replace(BY_NAME["T17"], gate="lower_bound" if hard == "pinned" else "none", beta="value", state=FP64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pydoc_data.topics import topics
 
@@ -11,6 +12,7 @@ import torch
 
 from flashdelta.nn import KdaCache, KdaLanguageModel
 from flashdelta.nn.lm import encode
+from flashdelta.tools.cli.batching import run_batch
 from flashdelta.tools.cli.demo import TOLERANCE, DemoResult, agreement, load_demo_model, run_demo
 
 PROMPT = "The value of an object can be changed when "
@@ -54,19 +56,13 @@ def forget(cache: KdaCache, part: str) -> KdaCache:
     return replace(cache, **{part: torch.zeros_like(getattr(cache, part))})
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("prompt", dict(prompt="")),
-        ("prompt", dict(prompt="naïve")),
-        ("tokens", dict(tokens=0)),
-        ("temperature", dict(temperature=-0.1)),
-        ("backend", dict(backend="fast")),
-        ("device", dict(device="nowhere")),
-        ("device", dict(device="meta")),
-        ("device", dict(device="cuda:99")),
-    ],
-)
-def test_bad_arguments_are_named(name: str, arguments: dict) -> None:
+ONE = [{"prompt": ""}, {"prompt": "naïve"}, {"tokens": 0}, {"temperature": -0.1}, {"backend": "fast"}]
+ONE += [{"device": x} for x in ("nowhere", "meta", "cuda:99")]
+MANY = [{"requests": 0}, {"slots": 0}, {"tokens": 0}, {"temperature": -1.0}, {"prompt": ""}, {"device": "nowhere"}]
+
+
+@pytest.mark.parametrize(("run", "arguments"), [(run_demo, x) for x in ONE] + [(run_batch, x) for x in MANY], ids=str)
+def test_bad_arguments_are_named(run: Callable, arguments: dict) -> None:
+    (name,) = arguments
     with pytest.raises(ValueError, match=rf"^{name}: got "):
-        run_demo(**{"device": "cpu", "backend": "reference", **arguments})
+        run(**{"device": "cpu", "backend": "reference", **arguments})

@@ -3,12 +3,10 @@ the integrations are turned on, and off."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import re
 import sys
 import warnings
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -303,22 +301,6 @@ def test_a_replacement_has_the_arguments_of_the_engines_function():
             call(*wrong, a=1)
 
 
-def test_rows_that_graphs_read_are_kept(monkeypatch: pytest.MonkeyPatch):
-    """When a batch wants more of them."""
-    monkeypatch.setattr(engine_module, "_rows", {})
-    cpu = torch.device("cpu")
-    few, many = first_rows(3, cpu), first_rows(5000, cpu)
-    assert (
-        few.tolist() == [0, 1, 2]
-        and many.tolist() == [*range(5000)]
-        and first_rows(4, cpu).data_ptr() == many.data_ptr()
-    )
-    captured = weakref.ref(few._base)
-    del few
-    gc.collect()
-    assert captured() is not None
-
-
 # ---- on and off -----------------------------------------------------------------------------------------------------------
 
 
@@ -535,22 +517,6 @@ def assert_largest_prefills_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         _vllm.forward(lambda **call: None, call)
     assert len(ran) == 5 and not _vllm._expected
-
-
-WHOSE = [("triton", "auto", "0", True), ("triton", "auto", "1", True), ("native", "auto", "0", False)]
-WHOSE += [("native", "auto", "1", True), ("native", "native", "1", False), ("triton", "triton", "1", False)]
-
-
-@pytest.mark.parametrize(("found", "backend", "word", "wanted"), WHOSE)
-def test_whose_fused_step_runs(found: str, backend: str, word: str, wanted: bool, monkeypatch: pytest.MonkeyPatch):
-    """Ours where vLLM has none, and by a switch where it has; never where vLLM's is asked for by name."""
-    monkeypatch.setenv(_vllm.FUSED, word)
-    monkeypatch.setattr(_vllm, "_fused", set())
-    monkeypatch.setattr(_vllm, "accelerator", lambda: torch.device("cpu"))
-    sizes = {"num_heads": 2, "head_dim": 32, "conv_width": 4, "num_spec": 0, "backend": backend}
-    call = sizes | dict.fromkeys(("input_dtype", "conv_state_dtype", "recurrent_state_dtype"), FP32)
-    assert _vllm.k3_decode_backend(lambda **call: found, call) == ("flashdelta" if wanted else found)
-    assert len(_vllm._fused) == wanted
 
 
 @pytest.mark.parametrize("by_channel", (False, True))

@@ -12,14 +12,9 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.hopper.build import build, in_steps
-from flashdelta.hopper.launch import ctas
-from flashdelta.hopper.recurrence import stream_k_pays
-from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
-from flashdelta.problem.split import segments_of_call
-from flashdelta.program.launch import Launch
+from flashdelta.hopper.build import build
+from flashdelta.hopper.segments import may_try, split_layout
 from flashdelta.runtime.call import check
-from flashdelta.runtime.warmup import _warm_sizes
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..gpu.test_pool import MODELS as POOL_MODELS
@@ -199,24 +194,3 @@ def test_rows_of_a_batch_may_be_any_distance_apart():
 def test_what_a_batch_must_not_decide_is_not_tried(options: dict):
     problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=12, HV=12, T=8192, lengths=(8192,))) | options)
     assert not may_try(problem) and "forgets" not in split_layout(problem, t.device)
-
-
-@pytest.mark.parametrize("V", [64, 128])
-@pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("packed", [False, True])
-def test_warmup_calls_every_form(packed: bool, K: int, V: int):
-    """In steps and in chunks, by whole tiles, of few at once with `prepare`, and by stream-K, and chunks that may be split."""
-    forms = set()
-    for B, T, H, N in _warm_sizes("chunk", packed, V, torch.device("cuda")):
-        lengths = (T,) * N if packed else None
-        problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, B=B, T=T, K=K, V=V, H=H, HV=H, lengths=lengths)))
-        most = room(problem, t.device)
-        split = segments_of_call(replace(problem, T=T), most, SPLIT_COSTS) > 0
-        scan = next(x for x in build(problem, t, 90).launches if isinstance(x, Launch) and "STREAM_K" in x.constants)
-        stream_k = stream_k_pays(problem, ctas(V // 64, t.device))
-        forms.add((in_steps(problem, most), stream_k, scan.overlaps, split))
-    assert forms == {
-        *((steps, stream_k, False, False) for steps in (False, True) for stream_k in (False, True)),
-        (False, False, True, False),
-        *((False, stream_k, False, True) for stream_k in ((False, True) if packed else (False,))),
-    }

@@ -137,44 +137,27 @@ def test_what_the_layer_passes(
     assert counted == [f"{mode}_kda"]
 
 
-def test_positions_old_names_and_what_only_fla_needs(counted: list[str]):
+def test_old_names_states_of_chunks_and_what_only_fla_needs(counted: list[str]):
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
     torch.manual_seed(0)
-    x = tokens()
+    x = tokens(T=150)
     x["g"] = -x["g"].abs()
     start = torch.randn(1, H, K, K)
     want = plain_kda(**x, scale=0.3, initial_state=start, use_qk_l2norm_in_kernel=True, state_v_first=True)
     named = {"use_graph": True, "max_num_seqs": 1, "lower_bound": -7.0, "A_log": torch.rand(3), "cp_context": None}
     old = {"transpose_state_layout": True}
-    found = chunk_kda(*x.values(), 0.3, start, True, True, **named, **old)
+    found = [chunk_kda(*x.values(), 0.3, start, True, True, **named, **old)]
     with pytest.warns(DeprecationWarning):
-        again = fused_recurrent_kda(*x.values(), None, None, 0.3, start, True, True, **old)
-    for got in (found, again):
-        near(got[0], want[0])
-        near(got[1], want[1])
-    assert counted == ["chunk_kda", "fused_recurrent_kda"]
-
-
-@pytest.mark.parametrize("packed", (False, True))
-def test_states_of_chunks(packed: bool):
-    """FLA's `h` has a row for each chunk that there is."""
-    from fla.ops.kda import chunk_kda
-
-    torch.manual_seed(0)
-    x = tokens(T=150)
-    x["g"] = -x["g"].abs()
-    offsets = [0, 70, 70, 150] if packed else [0, 150]
-    options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor(offsets) if packed else None}
+        found.append(fused_recurrent_kda(*x.values(), None, None, 0.3, start, True, True, **old))
+    for o, state in found:
+        near(o, want[0])
+        near(state, want[1])
     with torch.inference_mode():
-        _, _, h = chunk_kda(**x, **options, return_intermediate_states=True)
-    rows = []
-    for begin, end in itertools.pairwise(offsets):
-        for stop in range(begin, end, 64):
-            part = {name: y[:, begin:stop] for name, y in x.items()}
-            rows.append(plain_kda(**part, use_qk_l2norm_in_kernel=True)[1][0] if stop > begin else torch.zeros(H, K, K))
-    assert h.shape == (1, len(rows), H, K, K)
-    near(h[0], torch.stack(rows))
+        o, _, h = chunk_kda(**x, cu_seqlens=torch.tensor([0, 70, 70, 150]), return_intermediate_states=True)
+    assert h.shape == (1, 4, H, K, K) and not h[0, [0, 2]].any()  # a row for each chunk that there is
+    near(h[0, 1], plain_kda(**{name: y[:, :64] for name, y in x.items()})[1][0])
+    assert counted == ["chunk_kda", "fused_recurrent_kda", "chunk_kda"]
 
 
 LEFT_TO_FLA = {
@@ -643,28 +626,26 @@ def test_compiled_models_run_alike(counted: list[str]):
 
 # ---- FLA 0.5 ------------------------------------------------------------------------------------------------------------
 
+
 OLD = """
 import torch
+import flashdelta as fd
 import flashdelta.integrations.fla
 from flashdelta import integrations
-from fla.ops.kda import chunk_kda
+from fla.ops.kda import chunk_kda, fused_recurrent_kda
 torch.manual_seed(0)
-q, k, v, g = (torch.randn(1, 90, 2, 32) for _ in "qkvg")
-beta, A_log, dt_bias = torch.rand(1, 90, 2), torch.rand(2), torch.randn(64)
-options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, lower_bound=-5.0)
-o, state = chunk_kda(q=q, k=k, v=v, g=g, beta=beta, **options, safe_gate=True, output_final_state=True)
-import flashdelta as fd
-want = fd.fused_recurrent_kda(q, k, v, g, beta, **options, output_final_state=True)
-assert torch.allclose(o, want[0], atol=1e-5) and torch.allclose(state, want[1], atol=1e-5)
-from fla.ops.kda import fused_recurrent_kda
-again = fused_recurrent_kda(q=q, k=k, v=v, g=g, beta=beta, **options, output_final_state=True)
-assert torch.equal(again[0], want[0]) and torch.equal(again[1], want[1])
-given = [x.requires_grad_() for x in (q, k, v, g, beta, A_log, dt_bias)]
-grads = []
-for function, more in ((chunk_kda, dict(safe_gate=True)), (fd.chunk_kda, dict(backend="reference"))):
-    o = function(q=q, k=k, v=v, g=g, beta=beta, **options, **more)[0]
-    grads.append(torch.autograd.grad(o.square().sum(), given))
-assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(*grads))
+given = [torch.randn(1, 90, 2, 32, requires_grad=True) for _ in "qkvg"] + [torch.rand(1, 90, 2, requires_grad=True)]
+given += [torch.rand(2, requires_grad=True), torch.randn(64, requires_grad=True)]
+found = []
+for function, more in ((fd.chunk_kda, dict(backend="reference")), (chunk_kda, {}), (fused_recurrent_kda, None)):
+    options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, lower_bound=-5.0, output_final_state=True)
+    options |= dict(zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), given))
+    if more is not None:
+        options |= dict(more, safe_gate=True)
+    with torch.set_grad_enabled(more is not None):
+        o, state = function(**options)
+    found.append([o, state] + ([] if more is None else [*torch.autograd.grad(o.square().sum(), given)]))
+assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for other in found[1:] for x, y in zip(found[0], other))
 status = integrations.status("fla")
 print(status.version, status.state)
 """

@@ -22,7 +22,6 @@ from ..support.layer import (
     NormCase,
     checkpoints_by_tokens,
     convolved_by_tokens,
-    gradients,
     leaves_of,
     make_convolution,
     make_norm,
@@ -135,21 +134,6 @@ def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
     assert len(want) == len(found) and all(same_bits(x, y) for x, y in zip(found, want))
     for name in {"state_pool", "checkpoint_states"} & eager.keys():
         assert same_bits(traced[name].contiguous(), eager[name].contiguous())
-
-
-@pytest.mark.parametrize(
-    ("op", "make"),
-    [
-        (fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME["heads"])),
-        (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME["packed_fla"])),
-        (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME["plain"])),
-    ],
-)
-def test_compiles_with_gradients(op: Callable, make: Callable[[], dict]):
-    want = gradients(op, make())
-    function = compiled(lambda call: op(**call))
-    for name, x in gradients(lambda **call: function(call), make()).items():
-        torch.testing.assert_close(x, want[name])
 
 
 def test_operators_pass_opcheck():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import itertools
 import weakref
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from flashdelta.parallel import border as at
 from flashdelta.parallel import context as contexts
 from flashdelta.parallel.border import shard
 from flashdelta.problem import device_checks
-from flashdelta.problem.problem import AUTO
 from flashdelta.runtime.call import check
 
 from ..support.cases import BY_NAME, Case
@@ -254,23 +252,6 @@ def test_what_inference_mode_made_takes_gradients_later(by: str):
 # ---- halo -------------------------------------------------------------------------------------------------------------
 
 
-def test_halo_sends_memory_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    """The caller may write to `x` while other ranks are still being sent what was there."""
-    sent: list[Tensor] = []
-
-    def noted(packet: Tensor, packets: Tensor, *where: object) -> None:
-        sent.append(packet)
-        packets.zero_()
-
-    monkeypatch.setattr(importlib.import_module("flashdelta.parallel.halo"), "exchange", noted)
-    x = torch.rand(1, 8, 3)
-    for tokens in (8, 2):
-        own, offsets = x[:, :tokens], torch.tensor([0, 2 * tokens])
-        on_ranks(2, lambda group, own=own, offsets=offsets: halo(own, context_parallel(offsets, group=group), 3))
-        assert all(packet.untyped_storage().data_ptr() != own.untyped_storage().data_ptr() for packet in sent)
-    assert len(sent) == 4
-
-
 @pytest.mark.parametrize("W", [2, 4, 5])
 @pytest.mark.parametrize(("lengths", "ranks"), [((40, 5, 51), 4), ((96,), 4), ((2, 6), 4), ((8,), 8), ((3, 0, 1), 2)])
 def test_halo_makes_a_convolution_whole(lengths: tuple[int, ...], ranks: int, W: int):
@@ -399,16 +380,6 @@ REFUSED = {
 }
 """A call by a rank's context, whose first word tells what other ranks call, and what it says."""
 
-UNTOLD = {
-    "rows_type": (lambda c: c.rows([0, 1]), "x: got list"),
-    "rows_of_rows": (lambda c: replace(c, cu_seqlens=None).rows(X), "rows: got a context of batch rows"),
-    "group": (context_of(group="world"), "group: got str"),
-    "other_group": (context_of(group=NOBODY), "group: got a group that this process is not in"),
-    "no_context": (lambda c: kda(7), "cp_context: got int"),
-    "fla_disabled": (of_fla(group=None), "cp_context: got one whose group is None"),
-}
-"""The same of calls that name no group whose ranks could be told."""
-
 
 def heard(*calls: Callable) -> list[str]:
     """What two ranks are told by these calls of theirs, which leave the context as it was."""
@@ -422,6 +393,15 @@ def heard(*calls: Callable) -> list[str]:
         return str(refused.value)
 
     return on_ranks(2, run)
+
+
+UNTOLD = {
+    "group": (context_of(group="world"), "group: got str"),
+    "other_group": (context_of(group=NOBODY), "group: got a group that this process is not in"),
+    "no_context": (lambda c: kda(7), "cp_context: got int"),
+    "fla_disabled": (of_fla(group=None), "cp_context: got one whose group is None"),
+}
+"""The same of calls that name no group whose ranks could be told."""
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *UNTOLD])
@@ -543,18 +523,3 @@ def test_ranks_that_agree_pass_the_checks(lengths: tuple[int, ...], checked: Non
     assert_same(cut.over_ranks(1), cut.whole())
     found = on_ranks(2, lambda group: halo(torch.full((2, 4 + group.rank(), 3), 1.0 + group.rank()), group, 3))
     assert found[0].eq(0).all() and found[1].eq(1).all()
-
-
-def test_one_rank_alone_may_ask(checked: None):
-    """Questions exchange nothing. A rank plans segments of its tokens as one GPU does for as many."""
-
-    def run(group) -> bool:
-        call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group)}
-        lengths = fd.supports(fd.chunk_kda, **call | {"cu_seqlens_cpu": OFFSETS})
-        assert not lengths.ok and "cu_seqlens_cpu" in lengths.reason
-        planned = call | {"backend": "triton"}
-        assert [check(fd.chunk_kda, **planned | x)[0].split == AUTO for x in ({}, {"split": False})] == [True, False]
-        asked = group.rank() == 1 or fd.explain(fd.chunk_kda, **call).chosen == "reference"
-        return asked and fd.supports(fd.chunk_kda, **call).ok and fd.supports(fd.chunk_kda, **call | {"split": 2}).ok
-
-    assert on_ranks(2, run) == [True, True]

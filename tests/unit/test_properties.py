@@ -102,16 +102,6 @@ def test_prefill_then_decode_is_one_prefill(drawn: tuple[Case, dict]):
     assert_close("final_state", state, whole[1].double(), 2 * state_tolerance(FP64, whole[1].dtype))
 
 
-@given(calls(dtype=FP32))
-def test_asking_for_a_state_changes_nothing_else(drawn: tuple[Case, dict]):
-    _, call = drawn
-    want, _ = fd.chunk_kda(**call)
-    o, none = fd.chunk_kda(**call | {"output_final_state": False})
-    assert none is None
-    assert same_bits(o, want)
-    assert same_bits(fd.chunk_kda(**call | {"return_intermediate_states": True})[0], want)
-
-
 @given(calls(dtype=FP32, packed=True), st.data())
 def test_a_packed_sequences_bits_do_not_depend_on_its_neighbours(drawn: tuple[Case, dict], data: st.DataObject):
     """Every sequence again among others: shuffled, some dropped, new ones between."""

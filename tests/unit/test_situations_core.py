@@ -14,7 +14,6 @@ import torch
 import flashdelta as fd
 from flashdelta.problem import device_checks
 from flashdelta.tools.cli import demo, doctor
-from flashdelta.tools.files import counted, in_bytes
 
 from ..support.cases import BY_NAME
 from ..support.inputs import make_call
@@ -140,11 +139,6 @@ def test_doctor_says_what_takes_seconds(monkeypatch: pytest.MonkeyPatch, capsys:
     report["environment"]["versions"]["cudnn"] = None
     doctor.show(report, doctor.Console())
     assert "frontend" in capsys.readouterr().out
-
-
-def test_counts_and_sizes():
-    assert [counted(1, "kernel"), counted(2, "kernel")] == ["1 kernel", "2 kernels"]
-    assert [in_bytes(x) for x in (900, 40_000, 3 << 20)] == ["0.9 KiB", "39.1 KiB", "3.0 MiB"]
 
 
 def test_make_demo_installs_the_command_alone_and_says_each_step(tmp_path: Path):

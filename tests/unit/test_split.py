@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashdelta as fd
-from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences, segments_of_call
+from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
 from flashdelta.reference import chunk_kda
 from flashdelta.reference.split import cut
 from flashdelta.runtime.call import check
@@ -92,18 +90,6 @@ def test_plans_keep_their_bounds(chunks: list[int], room: int, mode: int, invari
         assert parts == [_parts([c], room, split=mode)[0] for c in chunks]
     if mode == AUTO and not invariant:
         assert sum(parts) - len(parts) <= room
-
-
-@pytest.mark.parametrize(("lengths", "segments"), [((1024,) * 4, False), ((128, 9000), True)], ids=str)
-def test_a_call_that_knows_its_lengths_asks_for_no_needless_plan(lengths: tuple[int, ...], segments: bool):
-    """Without them it must be ready for one sequence of all tokens."""
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-    x = torch.zeros(1, sum(lengths), 4, 128, dtype=torch.bfloat16)
-    call = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "cu_seqlens": offsets, "safe_gate": True}
-    unknown, _ = check(fd.chunk_kda, **call)
-    known, _ = check(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
-    assert segments_of_call(unknown, 8, COSTS) > 0
-    assert (segments_of_call(known, 8, COSTS) > 0) == segments
 
 
 @settings(max_examples=100)

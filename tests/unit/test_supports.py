@@ -101,16 +101,6 @@ def test_offsets_on_the_host_are_read():
         assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right.to("meta"))
 
 
-def test_a_mode_of_gradients_gets_its_own_answer():
-    call = good_call(fd.chunk_kda, "plain")
-    call |= {"v": call["v"].requires_grad_(), "out": torch.empty_like(call["v"])}
-    for _ in range(3):
-        assert not fd.supports(fd.chunk_kda, **call)
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                assert fd.supports(fd.chunk_kda, **call)
-
-
 class OnlyViews(TorchDispatchMode):
     """Fails at an operation that returns memory of its own."""
 

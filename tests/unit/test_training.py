@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from torch.utils.checkpoint import checkpoint
 
-from .test_nn import attention, tiny_model
+from .test_nn import tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,23 +27,6 @@ def example(name: str):
 
 
 # ---- as trainers run it ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_activations_give_the_same_gradients(reentrant: bool):
-    layer = attention(torch.float32, num_heads=2)
-    x = torch.randn(2, 70, 48, requires_grad=True)
-    parameters = list(layer.parameters())
-
-    def found(y: torch.Tensor) -> list[torch.Tensor]:
-        for p in (x, *parameters):
-            p.grad = None
-        y.square().sum().backward()
-        return [p.grad for p in (x, *parameters)]
-
-    want = found(layer(x)[0])
-    again = found(checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant))
-    assert all(torch.equal(x, y) for x, y in zip(again, want))
 
 
 # ---- the example ----------------------------------------------------------------------------------------------------------
