@@ -105,16 +105,32 @@ COMMANDS = (
 )
 
 
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wheel is installed, beside what it depends on."""
+    found = tmp_path_factory.mktemp("site")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        f"--target={found}",
+        str(wheel),
+    ]
+    subprocess.run(pip, check=True, capture_output=True)
+    return found
+
+
 @pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.split()[0])
-def test_the_wheel_alone_runs(line: str, wheel: Path, tmp_path: Path):
+def test_the_installed_wheel_alone_runs(line: str, site: Path, tmp_path: Path):
     """Of this repository nothing else is there: neither its tests nor its benchmarks."""
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(tmp_path / "site")
-    environment = {x: y for x, y in os.environ.items() if x not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    environment["PYTHONPATH"] = str(tmp_path / "site")
-    code = "import flashdelta, flashdelta_command; print(flashdelta.__file__); flashdelta_command.main()"
-    command = [sys.executable, "-c", code, *line.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(str(tmp_path / "site"))
+    environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"} | {"PYTHONPATH": str(site)}
+    where = "import importlib.util as i, flashdelta as x; print(x.__file__, i.find_spec('tests'), i.find_spec('benchmarks'))"
+    for command in ([sys.executable, "-c", where], [str(site / "bin" / "flashdelta"), *line.split()]):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
+        assert "-c" not in command or done.stdout == f"{site / 'flashdelta' / '__init__.py'} None None\n"
     assert line[:6] != "export" or (tmp_path / "out" / "flashdelta.h").exists()

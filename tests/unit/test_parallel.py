@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 import weakref
 from collections.abc import Callable
@@ -250,6 +251,20 @@ def test_what_inference_mode_made_takes_gradients_later(by: str):
 
 
 # ---- halo -------------------------------------------------------------------------------------------------------------
+
+
+def test_halo_sends_memory_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """The caller may write to `x` while other ranks are still being sent what was there."""
+    sent: list[Tensor] = []
+
+    def noted(packet: Tensor, packets: Tensor, *where: object) -> None:
+        sent.append(packet)
+        packets.zero_()
+
+    monkeypatch.setattr(importlib.import_module("flashdelta.parallel.halo"), "exchange", noted)
+    x, offsets = torch.rand(1, 8, 3), torch.tensor([0, 16])
+    on_ranks(2, lambda group: halo(x, context_parallel(offsets, group=group), 3))
+    assert len(sent) == 2 and all(y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for y in sent)
 
 
 @pytest.mark.parametrize("W", [2, 4, 5])

@@ -28,7 +28,7 @@ from ..support.decoding_checks import commit_call
 from ..support.fused import FUSED_BY_NAME, make_fused
 from ..support.inputs import make_call
 from ..support.pools import PLAIN_POOLS, pool_call
-from ..support.prefills import INPUTS, PLAIN, prefill_call
+from ..support.prefills import PLAIN, prefill_call
 from .conftest import Started
 
 CPU = torch.device("cpu")
@@ -265,24 +265,6 @@ def test_function_and_operator_repeat_each_other(pretended: Started):
     assert pretended.anew() == [True] * 3 + [False] * 6
 
 
-@pytest.mark.parametrize("other", ["alignment", "tokens", "gate", "precision", "scale", "chunk_size"])
-def test_another_prefill_is_worked_out_anew(other: str, pretended: Started):
-    call = prefill_on(PLAIN)
-    for _ in CALLS:
-        fd.kda_prefill(**call)
-    pretended.clear()
-    options = {"gate": "logsigmoid", "precision": "ieee", "scale": 0.5, "chunk_size": 32}
-    if other == "alignment":
-        change = {"v": torch.zeros(call["v"].numel() + 1)[1:].view(call["v"].shape)}
-        assert (change["v"].data_ptr() - call["v"].data_ptr()) % 16 != 0
-    elif other == "tokens":
-        change = {name: call[name][:, :, 1:].contiguous() for name in INPUTS}
-    else:
-        change = {other: options[other]}
-    fd.kda_prefill(**call | change)
-    assert pretended.anew() == [True] * 3
-
-
 def test_one_tensor_for_two_inputs_is_no_plan_for_two(pretended: Started):
     """Which of the two an address stands for can't be told. The other way round one plan does for both."""
     call = prefill_on(PLAIN)
@@ -296,51 +278,33 @@ def test_one_tensor_for_two_inputs_is_no_plan_for_two(pretended: Started):
 # ---- all operations -----------------------------------------------------------------------------------------------------
 
 
-OPERATIONS = {
-    "chunk": (fd.chunk_kda, lambda seed: make_call(replace(BY_NAME["state"], h=False), BF16, seed=seed)),
-    "chunk, pool": (fd.chunk_kda, lambda seed: pool_call(PLAIN_POOLS[0], BF16, seed=seed)),
-    "decode": (fd.recurrent_kda, lambda seed: make_step(STEPS["paged"], BF16, seed=seed)),
-    "read only": (fd.recurrent_kda, lambda seed: make_step(STEPS["read_only"], BF16, seed=seed)),
-    "verify": (fd.recurrent_kda, lambda seed: make_step(STEPS["verify_rows"], BF16, seed=seed)),
-    "commit": (fd.commit, lambda seed: commit_call(BF16)),
-    "fused": (fd.fused_kda_decode, lambda seed: make_fused(FUSED_BY_NAME["one"], BF16, seed=seed)),
-    "fused, replay": (fd.fused_kda_decode, lambda seed: make_fused(FUSED_BY_NAME["replay"], BF16, seed=seed)),
+def buffered() -> dict:
+    call = make_call(replace(BY_NAME["state"], h=False), BF16)
+    return call | {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
+
+
+OPERATIONS: dict[str, tuple[Callable, Callable[[], dict], set[str]]] = {
+    "chunk": (fd.chunk_kda, buffered, {"out", "final_state"}),
+    "chunk, pool": (fd.chunk_kda, lambda: pool_call(PLAIN_POOLS[0], BF16), {"state_pool"}),
+    "decode": (fd.recurrent_kda, lambda: make_step(STEPS["paged"], BF16), {"initial_state"}),
+    "read only": (fd.recurrent_kda, lambda: make_step(STEPS["read_only"], BF16), set()),
+    "verify": (fd.recurrent_kda, lambda: make_step(STEPS["verify_rows"], BF16), {"intermediate_states"}),
+    "commit": (fd.commit, lambda: commit_call(BF16), {"initial_state"}),
+    "fused": (fd.fused_kda_decode, lambda: make_fused(FUSED_BY_NAME["one"], BF16), {"conv_state", "state"}),
 }
+"""Each with what it writes."""
 
 
-WRITES = {
-    "chunk": ("out", "final_state"),
-    "chunk, pool": ("state_pool",),
-    "decode": ("initial_state",),
-    "read only": (),
-    "verify": ("intermediate_states",),
-    "commit": ("initial_state",),
-    "fused": ("conv_state", "state"),
-    "fused, replay": ("conv_state", "intermediate_states"),
-}
-
-
-def writing_call(name: str) -> dict:
-    call = OPERATIONS[name][1](0)
-    if name == "chunk":
-        call |= {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
-    return call
-
-
-def heard_of(op: Callable, call: dict) -> set[str]:
-    """What autograd takes for written."""
-    before = {x: y._version for x, y in call.items() if isinstance(y, Tensor)}
-    op(**call)
-    return {x for x in before if call[x]._version > before[x]}
-
-
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_autograd_hears_of_every_write(name: str, pretended: Started):
     """Also of a replay's: a backward pass of what was saved before it must not be silently wrong. And of nothing else."""
-    call = writing_call(name) | {"backend": "triton"}
+    op, make, written = OPERATIONS[name]
+    call = make() | {"backend": "triton"}
     for i in range(3):
         pretended.clear()
-        assert heard_of(OPERATIONS[name][0], call) == {*WRITES[name]}
+        before = {x: y._version for x, y in call.items() if isinstance(y, Tensor)}
+        op(**call)
+        assert {x for x in before if call[x]._version > before[x]} == written
         assert set(pretended.anew()) == {i == 0}
 
 
