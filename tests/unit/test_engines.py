@@ -109,18 +109,12 @@ NO_CALLS += (_vllm.k3_decode_backend, _vllm.k3_verify_backend, _vllm.k3_others, 
 NO_CALLS += (_vllm.workspace_manager,)
 """Adapters of what is not called for a batch, or on other GPUs, or runs the layer's own code."""
 
-ADAPTERS = {
-    seam.adapter.__name__: seam.adapter
-    for seam in (*_vllm.SEAMS, *_sglang.SEAMS)
-    if isinstance(seam, Seam) and seam.adapter not in (None, *NO_CALLS)
-}
+ADAPTERS = {x.adapter for x in (*_vllm.SEAMS, *_sglang.SEAMS) if isinstance(x, Seam)} - {None, *NO_CALLS}
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_only_takes_views(name: str, monkeypatch: pytest.MonkeyPatch):
-    """It copies nothing, and reads nothing of a device, whatever it calls."""
-    model, adapter, logged = small(), ADAPTERS[name], Logged()
-    reached: list[str] = []
+def test_adapters_only_take_views(monkeypatch: pytest.MonkeyPatch):
+    """They copy nothing, and read nothing of a device, whatever they call."""
+    model, reached = small(), set()
 
     def op(**call: Any) -> tuple:
         return (call["v"] if "v" in call else call["g"],)
@@ -132,45 +126,42 @@ def test_an_adapter_only_takes_views(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_vllm, "fused_kda_decode", lambda **call: call["raw_g"])
     first_rows(1, torch.device("cpu"))
 
-    def watched(theirs: Any, call: dict) -> Any:
-        reached.append(name)
-        with logged:
-            return adapter(theirs, call)
+    def watched(adapter: Any) -> Any:
+        def run(theirs: Any, call: dict) -> Any:
+            reached.add(adapter)
+            with Logged() as logged:
+                found = adapter(theirs, call)
+            assert logged.names <= VIEWS | (TRACKING if adapter is _sglang.extend else set()), adapter
+            return found
 
-    for make in LAYERS.values():
-        exercise(make, model, {adapter: watched})
-    exercise_fused(model, {adapter: watched})
-    assert reached
-    assert logged.names <= VIEWS | (TRACKING if adapter is _sglang.extend else set())
+        return run
+
+    layers, step = [make(model) for make in LAYERS.values()], K3Step(model, 2)
+    assert step.backends() == ("flashdelta", "flashinfer")
+    for call in (*(layer.call for layer in layers), step.call):
+        for replacement in vars(call).values():
+            if replacement.adapter in ADAPTERS:
+                replacement.adapter = watched(replacement.adapter)
+    for layer in layers:
+        exercise(layer, model)
+    pool, windows, table = model.pool(8), step.windows(8), model.index([1, 2, 3, 4, 5, 6]).view(2, 3)
+    step.fused(Batch(model, model.tokens(2), [1, 1]), step.output_gate(2), pool, windows, table[:, 0])
+    drafts, counts = Batch(model, model.tokens(5), [3, 2]), model.index([2, 1])
+    step.fused(drafts, step.output_gate(5), pool, windows, table, counts)
+    assert reached == ADAPTERS
 
 
-def exercise(make: type[KimiLinear], model: Model, watched: dict) -> None:
-    """Each call of a layer, with some adapters replaced."""
-    layer = make(model)
-    for replacement in vars(layer.call).values():
-        replacement.adapter = watched.get(replacement.adapter, replacement.adapter)
-    pool = model.pool(8)
-    batch = Batch(model, model.tokens(140), [100, 40])
-    slots, flags = model.index([3, 5]), torch.tensor([True, False])
+def exercise(layer: Any, model: Model) -> None:
+    """Each call of a layer."""
+    pool, slots, flags = model.pool(8), model.index([3, 5]), torch.tensor([True, False])
     marks = Marks([64, 0], [6, layer.null]) if layer.aligned else None
-    layer.prefill(batch, pool, slots, flags, marks)
+    layer.prefill(Batch(model, model.tokens(140), [100, 40]), pool, slots, flags, marks)
     layer.decode(Batch(model, model.tokens(2), [1, 1]), pool, slots)
     drafts = Batch(model, model.tokens(5), [3, 2])
     if hasattr(layer, "verify_read_only"):
         layer.verify_read_only(drafts, pool, slots, pool.new_zeros(2, 3, *pool.shape[1:]), 3)
     else:
         layer.verify(drafts, pool, model.index([1, 2, 3, 4, 5, 6]).view(2, 3), model.index([2, 1]))
-
-
-def exercise_fused(model: Model, watched: dict) -> None:
-    step = K3Step(model, 2)
-    assert step.backends() == ("flashdelta", "flashinfer")
-    for replacement in vars(step.call).values():
-        replacement.adapter = watched.get(replacement.adapter, replacement.adapter)
-    pool, windows, table = model.pool(8), step.windows(8), model.index([1, 2, 3, 4, 5, 6]).view(2, 3)
-    step.fused(Batch(model, model.tokens(2), [1, 1]), step.output_gate(2), pool, windows, table[:, 0])
-    drafts, counts = Batch(model, model.tokens(5), [3, 2]), model.index([2, 1])
-    step.fused(drafts, step.output_gate(5), pool, windows, table, counts)
 
 
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +253,6 @@ def test_what_sglang_keeps(kind: str):
     name, changes = LEFT[kind]
     model, reached = small(), []
 
-    class Changed(dict):
-        def __or__(self, other: Any) -> Any:
-            return other
-
     def theirs(**call: Any) -> Any:
         reached.append({x: call[x] for x in changes})
         return (torch.zeros_like(call["mixed_qkv" if "mixed_qkv" in call else "v"]), None)
@@ -274,13 +261,9 @@ def test_what_sglang_keeps(kind: str):
     replacement = vars(layer.call)[name]
     adapter = replacement.adapter
     replacement.adapter = lambda theirs, call: adapter(theirs, {**call, **changes})
-    exercise_one(layer, model)
+    exercise(layer, model)
     (found,) = reached
     assert all(found[x] is value or found[x] == value for x, value in changes.items())
-
-
-def exercise_one(layer: Any, model: Model) -> None:
-    exercise(lambda model: layer, model, {})
 
 
 def told(a: Any, b: float = -5.0, *, c: Any = None, **others: Any) -> tuple:
