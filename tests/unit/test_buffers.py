@@ -74,12 +74,3 @@ def test_traced_calls_write_the_buffers(name: str):
     for written in ("checkpoint_states", "final_state", "state_pool"):
         if written in call:
             assert same_bits(memory_of(call[written]), memory_of(other[written]))
-
-
-def test_warmup_makes_calls_with_buffers():
-    one = {"device": "cpu", "packed": (True,), "initial_state": (True,)}
-    assert fd.warmup(fd.chunk_kda, [(32, 32)], checkpoint_states=(False, True), **one) == 1 + 2
-    assert fd.warmup(fd.chunk_kda, [(32, 32)], final_state=(False, True), output_final_state=(False, True), **one) == 3
-    pools = {"state_pool": (True,), "has_initial_state": (True,), "checkpoints": (True,)}
-    assert fd.warmup(fd.chunk_kda, [(32, 32)], checkpoint_states=(False, True), **one | pools) == 1 + 2
-    assert fd.warmup(fd.fused_recurrent_kda, [(32, 32)], final_state=(True,), **one) == 1

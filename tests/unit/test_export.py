@@ -211,20 +211,6 @@ def test_the_largest_sizes_are_taken(trapping: Export, op: str, sizes: dict, lau
     assert found.statuses == ["SUCCESS"] and len(found.launches) == launches
 
 
-@pytest.mark.parametrize("op", ["prefill_f32", "prefill_bf16"])
-def test_workspace_query(exported: Export, op: str):
-    """What the Python functions allocate, and the first size that is enough; it reads no pointer."""
-    query = {"op": f"{op}_workspace"}
-    query["args"] = {name: value for name, value in task(op)["args"].items() if name in "BHTKVC"}
-    found, refused = call(exported, [query, query | {"no_result": True}]).outcomes
-    problem, _ = python_prefill(op, query["args"])
-    assert (found["status"], found["bytes"]) == ("SUCCESS", prefill_workspace(problem).buffer.nbytes)
-    assert refused["status"] == "ERROR_NULL_POINTER"
-    assert refused["message"] == "bytes: got NULL, wanted where to write the number"
-    tight = [task(op, workspace_bytes=found["bytes"] - missing) for missing in (0, 1)]
-    assert call(exported, tight).statuses == ["SUCCESS", "ERROR_WORKSPACE"]
-
-
 def python_prefill(op: str, args: dict) -> tuple[Problem, Tensors]:
     """The Python function's call with the same sizes."""
     precision = "tf32x3" if op == "prefill_f32" else "tf32"

@@ -103,16 +103,3 @@ def test_takes_the_shapes_of_engines():
     other["A_log"] = other["A_log"].view(1, 1, 2, 1)
     assert same_bits(fd.fused_kda_decode(**other), want)
     assert same_bits(other["state"], call["state"])
-
-
-def test_warmup_makes_each_kind_of_call():
-    options = {"device": "cpu", "state_dtype": torch.bfloat16, "packed": (False, True)}
-    assert fd.warmup(fd.fused_kda_decode, [(32, 64), (64, 32)], **options) == 2 * 2 * 2
-    more = {
-        "gate": "softplus",
-        "lower_bound": None,
-        "state_v_first": True,
-        "conv_size": 3,
-        "weight_dtype": torch.float32,
-    }
-    assert fd.warmup(fd.fused_kda_decode, [(32, 32)], speculative=True, **options | more) == 2 * 4

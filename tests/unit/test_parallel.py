@@ -156,28 +156,6 @@ def test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends():
 # ---- contexts ---------------------------------------------------------------------------------------------------------
 
 
-@given(batches(), st.integers(0, 2))
-def test_a_shard_has_the_sequences_that_lie_there(batch: tuple[tuple[int, ...], int], spare: int):
-    lengths, ranks = batch
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    cut = Cut({"cu_seqlens": offsets}, ranks)
-    for rank in range(ranks):
-        own = cut.sequences(rank)
-        low, high = rank * cut.tokens, (rank + 1) * cut.tokens
-        local, border = shard(offsets, rank, ranks, cut.tokens, len(own) + spare)
-        wanted = [min(max(cut.offsets[n], low), high) - low for n in (*own, *(own[-1:] and [own[-1] + 1]))] or [0]
-        assert local.tolist() == wanted + wanted[-1:] * (len(own) + spare + 1 - len(wanted))
-        opened = [i for i, n in enumerate(own) if cut.offsets[n] < low]
-        left = [i for i, n in enumerate(own) if cut.offsets[n + 1] > high]
-        assert int(border[at.SEQUENCES]) == len(own)
-        if lengths:
-            context = ContextParallel(None, "none", rank, ranks, border, local)
-            of_all = torch.arange(len(lengths))
-            found = context.rows(torch.stack([of_all, -of_all], dim=1))
-            assert found.shape == (len(own) + spare, 2) and found[: len(own), 0].tolist() == list(own)
-        assert ([int(border[at.OPEN_IN])], [int(border[at.OPEN_OUT])]) == (opened or [-1], left or [-1])
-
-
 @given(st.lists(st.integers(-99, 199), min_size=1, max_size=6))
 def test_offsets_that_nobody_reads_name_ranks_that_are_there(offsets: list[int]):
     """On a device values are not checked, and kernels read what these ranks have sent."""

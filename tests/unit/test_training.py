@@ -100,25 +100,3 @@ def test_kimi_linear_learns_the_same_with_flashdelta_and_without(kimi, tmp_path:
     options = kimi.parse([*FEW.split(), "--compare", str(off), "--plot", str(picture)])
     assert kimi.report(ours, options, Console(file=io.StringIO()), "both") == 0
     assert picture.stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--layers 0", "argument --layers: got 0, wanted 1 or more"),
-        ("--steps -1", "argument --steps: got -1, wanted 1 or more"),
-        ("--flashdelta=yes", "argument --flashdelta/--no-flashdelta: ignored explicit argument 'yes'"),
-        ("--backend triton", "unrecognized arguments: --backend triton"),
-        ("--compare {other}", "is of a run with other length, real"),
-        ("--compare {other}.txt", "--compare: there is no file"),
-        ("--device cuda:99", "--device: got cuda:99, and PyTorch finds no GPU"),
-    ],
-)
-def test_kimi_linear_refuses_what_it_cannot_do(kimi, tmp_path: Path, monkeypatch, capsys, arguments: str, message: str):
-    monkeypatch.setattr(kimi, "installed", lambda package: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    settings = vars(kimi.parse(FEW.split())) | {"length": 71, "real": True}
-    (tmp_path / "other.json").write_text(json.dumps({"settings": {name: settings[name] for name in kimi.SAME}}))
-    with pytest.raises(SystemExit):
-        kimi.parse([*FEW.split(), *arguments.format(other=tmp_path / "other.json").split()])
-    assert message in capsys.readouterr().err

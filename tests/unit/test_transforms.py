@@ -88,25 +88,3 @@ def test_autocast_and_negative_views_change_nothing():
         assert torch.equal(torch.autograd.grad(attended(leaf), leaf, do)[0], wanted)
     with pytest.raises(ValueError, match=r"^out: got a view with the negative bit"):
         attended(GIVEN["v"], out=torch._neg_view(torch.zeros_like(want)))
-
-
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
-def test_tokens_of_no_sequence_do_not_reach_gradients(op: Callable):
-    """In calls like those on a GPU, which keep the shapes of the caller's parameters."""
-    parameters = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(64)}
-
-    def grads(filler: float, offsets: list[int]) -> dict[str, Tensor]:
-        leaves = {name: x.clone() for name, x in (GIVEN | parameters).items()}
-        for x in leaves.values():
-            if x.dim() > 2:
-                x[:, offsets[-1] :] = filler
-            x.requires_grad_()
-        o, _ = op(**leaves, cu_seqlens=torch.tensor(offsets), use_gate_in_kernel=True, **L2NORM)
-        o[:, : offsets[-1]].square().sum().backward()
-        return {name: x.grad for name, x in leaves.items()}
-
-    for offsets in ([0, 5, 15], [0]):
-        clean = grads(0.0, offsets)
-        for name, x in grads(torch.nan, offsets).items():
-            assert torch.equal(x, clean[name]) and (x.dim() < 3 or x[:, offsets[-1] :].eq(0).all()), name
