@@ -22,6 +22,7 @@ from flashdelta.tools.cli import demo
 from flashdelta.tools.cli.app import app
 from flashdelta.tools.cli.demo import DemoResult
 from flashdelta.tools.cli.verify import CASES, run_verify
+from flashdelta.tools.files import whole_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,3 +144,18 @@ def test_wrong_commands_are_refused_and_write_nothing(command, tmp_path, monkeyp
     # the frame may break the line anywhere
     assert "".join(REFUSED[command].split()) in "".join(result.stderr.replace("│", " ").split())
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_unfinished_folder_leaves_nothing(exists: bool, tmp_path: Path):
+    folder = tmp_path / "out"
+    if exists:
+        folder.mkdir()
+        (folder / "kept").write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_folder("out", folder) as unfinished:
+        (unfinished / "kept").write_text("new")
+        raise KeyboardInterrupt
+    assert {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == (
+        {"kept": "old"} if exists else {}
+    )
+    assert folder.exists() == exists

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -67,12 +66,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("chunk_kda", "fused_recurrent_kda"):
         monkeypatch.setattr(_fla, name, count(name, getattr(_fla, name)))
     return found
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
 
 
 # ---- plain definitions --------------------------------------------------------------------------------------------------
@@ -173,19 +166,19 @@ LEFT_TO_FLA = {
 
 
 @pytest.mark.parametrize("name", LEFT_TO_FLA)
-def test_what_is_left_to_fla(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str], stack: ExitStack):
+def test_what_is_left_to_fla(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]):
     from fla.ops.kda import chunk, chunk_kda
 
     changes, argument = LEFT_TO_FLA[name]
-    if name == "graph":
-        stack.enter_context(torch.inference_mode())
     reached: list[tuple] = []
     monkeypatch.setattr(chunk.ChunkKDAFunction, "apply", lambda *x: reached.append(x))
     call = on_meta(tokens() | changes)
-    takes, reason = _fla.CHUNK.verify((), call)
+    with torch.inference_mode(name == "graph"):
+        takes, reason = _fla.CHUNK.verify((), call)
     assert not takes and reason.startswith(argument)
     try:
-        chunk_kda(**call)
+        with torch.inference_mode(name == "graph"):
+            chunk_kda(**call)
     except (ValueError, AssertionError) as error:  # FLA's own refusals
         assert "FLA" not in str(error)
     else:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import flashdelta
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -69,17 +67,6 @@ def test_tests_of_the_source_distribution_run(unpacked: Path):
         command, cwd=unpacked, env={"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
-
-
-def test_the_version_is_written_once(unpacked: Path):
-    assert f"\nVersion: {flashdelta.__version__}\n" in (unpacked / "PKG-INFO").read_text()
-    written = [
-        path
-        for path in (ROOT / "pyproject.toml", *(ROOT / "src").rglob("*.py"))
-        if flashdelta.__version__ in path.read_text()
-    ]
-    assert written == [ROOT / "src" / "flashdelta" / "__init__.py"]
-    assert f"\n## {flashdelta.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,98 @@
+"""The other tiers without what they need: the fuzzer by the reference, the GPU tier's fixtures, the recorded breaks of `make
+mutants`, which fit the code as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashdelta.reference import gate
+from flashdelta.runtime.call import CALLS
+
+from ..fuzz import draw, runner
+from ..gpu import conftest as tier
+from ..mutants import MUTANTS, ROOT, describe
+
+CPU = torch.device("cpu")
+CASES = 12
+
+
+def run(*arguments: str) -> int:
+    return runner.main([*arguments, "--device", "cpu", "--seconds", "600"])
+
+
+@pytest.mark.parametrize("part", runner.PARTS)
+def test_a_short_run_finds_nothing(part: str, tmp_path: Path):
+    file = tmp_path / "fuzz.json"
+    assert run("--part", part, "--cases", str(CASES), "--json", str(file)) == 0
+    document = json.loads(file.read_text())
+    assert document["cases"] == CASES == sum(row["cases"] for row in document["rows"])
+    assert document["seed"] == 0 and document["ran"].startswith("reference alone")
+
+
+def test_a_failure_prints_the_line_that_reruns_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    exact = gate.beta_of
+    monkeypatch.setattr(gate, "beta_of", lambda problem, t: exact(problem, t) * 1.1)
+    assert run("--part", "calls", "--cases", "8") == 1
+    lines = capsys.readouterr().out.splitlines()
+    words = next(line for line in lines if line.startswith("python -m tests.fuzz")).split("  #")[0].split()[3:]
+    assert run(*words) == 1
+    monkeypatch.undo()
+    assert run(*words) == 0
+
+
+def test_each_public_operation_is_drawn():
+    assert {function for function, _ in draw.OPERATORS.values()} == {*CALLS}
+    for device in ("cpu", "cuda"):
+        drawn = [draw.draw_spec(3, number, torch.device(device)).op for number in range(300)]
+        assert drawn[: len(draw.OPERATORS)] == [*draw.OPERATORS] and {*drawn} == {*draw.OPERATORS}
+
+
+# ---- the GPU tier -------------------------------------------------------------------------------------------------------
+
+# a test's cases differ in values alone where they have the same fixtures
+ONE_CASE_EACH = """
+import sys
+import pytest
+
+class OneCaseEach:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = {(item.path, item.originalname, *item.fixturenames): item for item in items}.values()
+
+sys.exit(pytest.main(sys.argv[1:], [OneCaseEach()]))
+"""
+
+
+def test_every_test_finds_its_fixtures():
+    """Which shows only when it is set up; here nothing is."""
+    plan = ["-q", "-m", "gpu", "--setup-plan", "-p", "no:cacheprovider", str(tier.HERE)]
+    command = [sys.executable, "-c", ONE_CASE_EACH, *plan]
+    done = subprocess.run(command, cwd=tier.HERE.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    planned = {line.split()[0].partition("[")[0] for line in done.stdout.splitlines() if "::test_" in line}
+    assert len(planned) > 100
+
+
+# ---- mutants ------------------------------------------------------------------------------------------------------------
+
+SOURCE = ROOT / "src" / "flashdelta"
+
+
+def test_old_texts_stand_once_and_tests_are_there():
+    lost = [describe(row) for row in MUTANTS if (SOURCE / row[0]).read_text().count(row[1]) != 1]
+    lost += [x for _, _, _, *tests in MUTANTS for x in tests if not (ROOT / "tests" / x.partition("::")[0]).is_file()]
+    assert not lost
+
+
+def test_every_file_of_kernels_is_broken():
+    kernels = [file for folder in ("triton", "hopper") for file in (SOURCE / folder).glob("*.py")]
+    kernels = [file for file in kernels if "_kernel(\n" in file.read_text()]
+    assert len(kernels) > 20 and not {file.relative_to(SOURCE).as_posix() for file in kernels} - {
+        row[0] for row in MUTANTS
+    }
