@@ -64,18 +64,3 @@ def test_engines_load_plugins_of_the_group(found: tuple[Engine, str, Source]):
     engine, _, source = found
     module, group = GROUPS[engine.name]
     assert any(isinstance(x, ast.Constant) and x.value == group for x in ast.walk(source.tree(module)[0]))
-
-
-def test_variables_that_workers_on_ray_get():
-    """None of ours but those that a variable of vLLM's names, as the docs say."""
-    source = Source(zipfile.Path(wheel(Path(str(FOLDER)), "vllm", _vllm.ENGINE.read[-1])))
-    docs = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
-    ours = (_vllm.ENGINE.environment, _vllm.FUSED)
-    assert "`VLLM_RAY_EXTRA_ENV_VARS_TO_COPY` names" in docs and ",".join(ours) in docs
-    text = ast.unparse(source.tree("vllm.ray.ray_env")[0])
-    assert "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY" in text
-    (prefixes,) = (
-        ast.walk(x) for x in source.tree("vllm.ray.ray_env")[0].body if "ENV_VAR_PREFIXES:" in ast.unparse(x)[:60]
-    )
-    found = [x.value for x in prefixes if isinstance(x, ast.Constant)]
-    assert found and not any(name.startswith(x) for name in ours for x in found)

@@ -91,14 +91,3 @@ def test_other_libraries_are_held_to_the_truth_too():
     peers["fla"] = lambda **call: [1.1 * x for x in right(**call)]
     found = run.measure(program, row, setup_of(peers=peers))["contenders"]
     assert found["fla"]["problem"].startswith("wrong: error o 1.0e-01") and "cold_ms" not in found["fla"]
-
-
-def test_rows_are_found_by_name_or_part_of_it(capsys: pytest.CaptureFixture):
-    assert [row.name for row in run.select(workloads.PREFILL, ["T8192 H64"])] == ["T8192 H64"]
-    assert len(run.select(workloads.PREFILL, ["H64, slow"])) > 5
-    program = importlib.import_module("benchmarks.prefill").PROGRAM
-    with pytest.raises(SystemExit):
-        run.main(program, ["--rows", "T8192 H65"])
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "no row 'T8192 H65'; the nearest are: " in said and "T8192 H64" in said and said.count(";") == 5
-    assert run.main(program, ["--list"]) == 0 and "T8192 H64: the headline" in capsys.readouterr().out

@@ -93,19 +93,3 @@ def test_hard_inputs_are_finite_and_right(hard: str):
 
 
 # ---- reached by another name ----------------------------------------------------------------------------------------
-
-
-def test_flas_name_gives_the_same():
-    call = make_step(BY_NAME["paged"])
-    names = {
-        "initial_state": "state_pool",
-        "ssm_state_indices": "state_indices",
-        "beta_is_logit": "use_beta_sigmoid_in_kernel",
-    }
-    other = {names.get(name, name): x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-    for name in ("num_spec_tokens", "update_state"):
-        del other[name]
-    o, _ = fd.recurrent_kda(**call)
-    want, _ = fd.fused_recurrent_kda(**other)
-    assert_close("o", o, want, 1e-6)
-    assert_close("pool", call["initial_state"], other["state_pool"], 1e-6)

@@ -1,16 +1,21 @@
-"""The documents: code runs as shown, links lead somewhere, and the README's figures are the recorded ones."""
+"""The documents: code runs as shown, links lead somewhere, what commands name exists, and figures are the recorded ones."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import flashdelta as fd
-from benchmarks import tables
+from benchmarks import run, tables, workloads
+from flashdelta.tools.cli.app import app
 from tests.support import documents
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +48,7 @@ def test_code_runs(path: Path):
 
 @every_document
 def test_every_block_is_tested_or_says_why_not(path: Path):
-    elsewhere = ("an unknown command", "no such file")  # test_commands.py knows more commands, and looks each up
+    elsewhere = ("an unknown command", "no such file")
     assert [fault for fault in documents.faults(path.read_text()) if not fault.endswith(elsewhere)] == []
 
 
@@ -66,6 +71,60 @@ def test_links_lead_somewhere(path: Path):
     assert astray(path, path.read_text()) == []
 
 
+# ---- commands: options, extras, rows of benchmarks and paths that they name exist (`documents.faults` looks up the rest) ----
+
+PROGRAMS = ("flashdelta", "make", "python", "pytest", "torchrun", "pip")
+"""Whose commands are looked for in sentences, too."""
+
+
+def commands(text: str) -> list[list[str]]:
+    """Those of bash blocks and those within a sentence, by words, without variables before them."""
+    lines = [line for block in documents.blocks(text) if block.language == "bash" for line in block.code.splitlines()]
+    lines += re.findall(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`", documents.BLOCK.sub("", text))
+    found = [shlex.split(part, comments=True) for line in lines for part in re.split(r" (?:&&|\||&) ", line)]
+    return [words[next((i for i, x in enumerate(words) if not re.match(r"[A-Z_]+=", x)), 0) :] for words in found]
+
+
+def missing(words: list[str]) -> list[str]:
+    """What a command names that isn't there."""
+    program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
+    given = [x.partition("=")[0] for x in rest if x.startswith("-")]
+    if program == "flashdelta":
+        command: Any = typer.main.get_command(app)
+        if rest and not rest[0].startswith("-"):
+            command = command.commands[rest[0]]
+        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+        return [x for x in given if x not in known]
+    if program == "make":
+        text = (ROOT / "Makefile").read_text()
+        return [
+            x for x in rest if not re.search(rf"^{x}:|\b{x.split('=')[0]} *[?:]?=|\({x.split('=')[0]}\)", text, re.M)
+        ]
+    if program == "pip":
+        extras = {
+            x for word in rest for said in re.findall(r"^(?:\.|flashdelta)\[(.*)\]", word) for x in said.split(",")
+        }
+        return [x for x in extras if f"\n{x} = [" not in (ROOT / "pyproject.toml").read_text()]
+    if program not in ("python", "torchrun", "pytest"):
+        return []
+    name = rest[rest.index("-m") + 1].removeprefix("benchmarks.") if "-m" in rest else ""
+    if "benchmarks." + name in rest and hasattr(workloads, name.upper()):
+        rows = getattr(workloads, name.upper())
+        parser = run.parser(run.Program(name, rows, peers=("fla",)))
+        known = {x for action in parser._actions for x in action.option_strings} | {"-m"}
+        for option, text in pairwise(rest):
+            if option == "--rows":
+                run.select(rows, [text])
+        return [x for x in given if x not in known]
+    paths = [x.partition("::")[0] for x in rest if re.match(r"(tests|examples|docs|src|hub)/", x)]
+    return [x for x in paths if not (ROOT / x).exists()]
+
+
+@every_document
+def test_what_commands_name_exists(path: Path):
+    assert [(words, wrong) for words in commands(path.read_text()) if words and (wrong := missing(words))] == []
+
+
 # ---- names and defaults --------------------------------------------------------------------------------------------------
 
 
@@ -79,21 +138,6 @@ def test_differences_from_fla_are_all_named():
         assert different == {"use_qk_l2norm_in_kernel", "state_v_first"}
         assert (ours.keys() ^ theirs.keys()) - {"kwargs"} <= named
         assert [x for x, p in ours.items() if p.kind != p.KEYWORD_ONLY] == ["q", "k", "v", "g", "beta"]
-
-
-def test_every_public_name_has_an_entry_in_the_reference():
-    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
-    entries = set(re.findall(r"^::: (?:.*\n    options: \{heading: )?([\w.]+)", pages, flags=re.MULTILINE))
-    modules = {
-        "flashdelta": fd,
-        "flashdelta.nn": fd.nn,
-        "flashdelta.parallel": fd.parallel,
-        "flashdelta.kernels": fd.kernels,
-    }
-    public = {f"{name}.{x}" for name, module in modules.items() for x in module.__all__}
-    public |= {f"flashdelta.integrations.{x}" for x in ("status", "Status")}
-    public |= {f"flashdelta.integrations.fla.{x}" for x in ("ENVIRONMENT", "disable", "enable", "status")}
-    assert public - entries == {"flashdelta.nn", "flashdelta.parallel", "flashdelta.kernels"}
 
 
 # ---- tables and figures --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -157,8 +157,7 @@ def put_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 # ---- who can -------------------------------------------------------------------------------------------------------------
 
-
-GOOD: dict[str, tuple] = {"host": (7, 7), "gpus": ((10, 11), (10, 11)), "reaches": (True, True), "opens": (True, True)}
+SAID: dict[str, tuple] = {"host": (7, 7), "gpus": ((10, 11), (10, 11)), "reaches": (True, True), "opens": (True, True)}
 """What two ranks say of themselves."""
 
 OBSTACLES = {
@@ -170,11 +169,10 @@ OBSTACLES = {
 }
 
 
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[[VirtualRank, dict[str, tuple]], None]:
-    """Ranks on GPUs, of which each says what it is told to."""
-    told = threading.local()
-    numbers, on_cpu = exchanges.gather_numbers, torch.device("cpu")
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_every_rank_finds_the_same_way(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Put where all can, else gather, or a refusal that says why. Ranks stand on GPUs, and say what they are told to."""
+    (changes, obstacle), told, numbers = OBSTACLES[name], threading.local(), exchanges.gather_numbers
 
     def opened(group: VirtualRank, nbytes: int, device: torch.device) -> tuple:
         own = torch.empty(nbytes, dtype=torch.uint8)
@@ -183,41 +181,28 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[[VirtualRank, dict[st
             raise RuntimeError("no such memory\nhere")
         return own, memory
 
-    monkeypatch.setattr(exchanges, "_stands_in", lambda group: False)
-    monkeypatch.setattr(exchanges, "capturing", lambda device: False)
-    monkeypatch.setattr(exchanges, "gather_numbers", lambda x, name, ranks, _: numbers(x, name, ranks, on_cpu))
-    monkeypatch.setattr(exchanges, "_host", lambda: told.host)
-    monkeypatch.setattr(exchanges, "_gpu", lambda index: told.gpus[index])
+    for part, stand_in in {
+        "_stands_in": lambda group: False,
+        "capturing": lambda device: False,
+        "gather_numbers": lambda x, name, ranks, _: numbers(x, name, ranks, torch.device("cpu")),
+        "_host": lambda: told.host,
+        "_gpu": lambda index: told.gpus[index],
+        "_opened": opened,
+        "_timeout_ms": lambda group, device: 5,
+    }.items():
+        monkeypatch.setattr(exchanges, part, stand_in)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(SharedMemory, "_reaches", lambda self, peer: told.reaches)
-    monkeypatch.setattr(exchanges, "_opened", opened)
-    monkeypatch.setattr(exchanges, "_timeout_ms", lambda group, device: 5)
-
-    def tell(group: VirtualRank, said: dict[str, tuple]) -> None:
-        for name, values in (GOOD | said).items():
-            setattr(told, name, values[group.rank()])
-
-    return tell
-
-
-@pytest.mark.parametrize("name", OBSTACLES)
-def test_every_rank_finds_the_same_way(name: str, pretended: Callable):
-    """Put where all can, else gather, or a refusal that says why."""
-    said, obstacle = OBSTACLES[name]
 
     def run(group: VirtualRank) -> tuple[str, str]:
-        pretended(group, said)
+        vars(told).update({part: values[group.rank()] for part, values in (SAID | changes).items()})
         asked = group.group_name, torch.device("cuda", group.rank())
-        way = exchanges.chosen_exchange("auto", *asked)
         assert exchanges.chosen_exchange("gather", *asked) == "gather"
-        if obstacle is None:
+        way = exchanges.chosen_exchange("auto", *asked)
+        try:
             return way, exchanges.chosen_exchange("put", *asked)
-        with pytest.raises(ValueError) as refused:
-            exchanges.chosen_exchange("put", *asked)
-        return way, str(refused.value)
+        except ValueError as refused:
+            return way, str(refused)
 
-    for way, text in on_ranks(2, run):
-        if obstacle is None:
-            assert way == text == "put"
-        else:
-            assert way == "gather" and text.startswith(f"exchange: got 'put', wanted 'gather' ({obstacle}")
+    wanted = ("put", "put") if obstacle is None else ("gather", f"exchange: got 'put', wanted 'gather' ({obstacle}")
+    assert all(way == wanted[0] and text.startswith(wanted[1]) for way, text in on_ranks(2, run))

@@ -113,20 +113,6 @@ def test_nothing_is_read_or_allocated(op: Callable, start: str, monkeypatch: pyt
     assert fd.supports(op, **{name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()})
 
 
-@every_operator
-def test_traced_questions_are_answered(op: Callable, start: str):
-    torch._dynamo.reset()  # of every operator's function there may be few versions
-    call = good_call(op, start)
-    given = torch.ones(3)
-
-    def answered(x: Tensor) -> tuple:
-        good, bad = fd.supports(op, **call), fd.supports(op, **call, backend="none")
-        return (x + 1 if good and not bad else x), good.backend, bad.reason
-
-    found, backend, reason = torch.compile(answered, fullgraph=True, backend="eager")(given)
-    assert found.tolist() == [2.0] * 3 and backend == "reference" and reason.startswith("backend: got 'none'")
-
-
 # ---- calls that a kernel runs or nobody ---------------------------------------------------------------------------------
 
 
