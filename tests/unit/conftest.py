@@ -59,17 +59,3 @@ def pretended(started: Started, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(record, "STRICT", True)
     monkeypatch.setattr(TritonBackend, "obstacle", lambda self, problem, device: None)
     return started
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
-    """The first axes of every figure that a test saves, which writes an empty file."""
-    figure = pytest.importorskip("matplotlib.figure")
-    found = []
-
-    def save(self, path, **_):
-        found.append(self.axes[0])
-        path.touch()
-
-    monkeypatch.setattr(figure.Figure, "savefig", save)
-    return found

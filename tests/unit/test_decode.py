@@ -90,6 +90,3 @@ def test_hard_inputs_are_finite_and_right(hard: str):
     o, _ = fd.recurrent_kda(**call)
     assert o.isfinite().all()
     assert_close("o", o.flatten(0, 1), want.o, 1e-11)
-
-
-# ---- reached by another name ----------------------------------------------------------------------------------------

@@ -467,8 +467,6 @@ def test_the_example_builds_and_notices_wrong_results(exported: Export, tmp_path
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver.parent)}
     done = subprocess.run([tmp_path / "build" / "kda"], capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == f"flashdelta {flashdelta.__version__}, H 4, T 50, K 64, V 64"
-    assert [line.split()[0] for line in lines[1:4]] == ["prefill,", "prefill,", "decode,"]
-    assert all(line.endswith(": WRONG") for line in lines[1:4])
-    assert re.fullmatch(r"a call of fd_prefill_f32 costs \d+\.\d\d us of host time", lines[4])
+    first, *checks, last = done.stdout.splitlines()
+    assert first == f"flashdelta {flashdelta.__version__}, H 4, T 50, K 64, V 64"
+    assert len(checks) == 3 and all(line.endswith(": WRONG") for line in checks) and "us of host time" in last

@@ -149,6 +149,3 @@ def test_operators_pass_opcheck():
         problem, t = check(op, **call)
         assert operator_of(problem, t) is operator
         torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"))
-
-
-# ---- tiles ------------------------------------------------------------------------------------------------------------------

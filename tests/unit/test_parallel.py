@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
-from flashdelta.parallel import ContextParallel, checks, context_parallel, halo
+from flashdelta.parallel import ContextParallel, context_parallel, halo
 from flashdelta.parallel import border as at
 from flashdelta.parallel import context as contexts
 from flashdelta.parallel.border import shard
 from flashdelta.problem import device_checks
-from flashdelta.runtime.call import check
 
 from ..support.cases import BY_NAME, Case
 from ..support.inputs import make_call
@@ -419,17 +418,8 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_checks, "ENABLED", True)
 
 
-def by_backend(backend: str):
-    """Backward passes of backends do not exchange alike."""
-    return lambda c: checks.check_call_of_ranks(c, check(fd.chunk_kda, **small_call(), cp_context=c)[0], backend)
-
-
 def of_group(**options):
     return lambda c: kda(group=c.group, **options)
-
-
-def fla_kda(**changes):
-    return lambda c: kda(other_of_fla(c.group, **changes))
 
 
 HOST = context_of(cu_seqlens_cpu=torch.tensor([0, 30, 64]))
@@ -440,10 +430,7 @@ ODD = {
     # the ranks' states go on alike, but not the inputs of a convolution
     "inside": (kda, with_other_offsets([0, 31, 64], kda), OTHER_OFFSETS),
     "beta": (kda, of_case(beta="double_logit"), OTHER_CALL),
-    "backend": (by_backend("reference"), by_backend("triton"), OTHER_CALL),
     "group": (of_group(), of_group(scale=2.0), "group: got another call on rank 1"),
-    # those of FLA have no offsets of all ranks' tokens
-    "fla": (fla_kda(), fla_kda(pre_num_ranks=0), "cu_seqlens: got offsets on rank 0 that do not"),
     "relay": (context_of(), context_of(relay=False), "cu_seqlens: got another call on rank 1"),
     "update": (CALLS["update"], lambda c: c.update_(torch.tensor([0, 19, 64])), OTHER_OFFSETS),
     "host": (HOST, HOST, "cu_seqlens_cpu: got other offsets"),

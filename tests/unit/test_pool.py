@@ -11,7 +11,7 @@ from flashdelta.reference.sequences import chunk_slots
 
 from ..support.cases import FP32
 from ..support.oracle import TOLERANCE, state_tolerance
-from ..support.plans import Plan, planned_chunks, plans
+from ..support.plans import Plan, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
@@ -44,32 +44,6 @@ def test_pool_call_is_the_recurrence(op, pool_case: PoolCase, dtype: torch.dtype
 # ---- the plan of chunk slots ----------------------------------------------------------------------------------------
 
 
-@given(plans())
-def test_chunk_slots_are_the_plan(plan: Plan):
-    problem, t = plan.call()
-    slots = chunk_slots(problem, t)
-    found = {}
-    for slot in range(problem.B * problem.slots):
-        tokens = slots.token[slot][slots.valid[slot]].tolist()
-        if tokens:
-            found[slot] = (int(slots.sequence[slot]), tokens)
-    want = planned_chunks(plan)
-    assert len(found) == len(want)
-    assert [found[slot] for slot in sorted(found)] == [(chunk.sequence, chunk.tokens) for chunk in want]
-    for n in range(problem.N):
-        own = [slot for slot, (sequence, _) in found.items() if sequence == n]
-        assert own == list(range(own[0], own[0] + len(own))) if own else True
-        if own:
-            assert slots.first[own[0]]
-            assert int(slots.last[n]) == own[-1]
-        for m in range(problem.checkpoints):
-            cut, stored = plan.cuts(n)[m]
-            assert bool(slots.stored[n, m]) == stored
-            if stored:
-                start = plan.begin(n)
-                assert found[int(slots.reached[n, m])][1][-1] == start + cut - 1
-
-
 @given(plans(wild=True))
 def test_no_plan_leads_outside(plan: Plan):
     problem, t = plan.call()
@@ -77,6 +51,3 @@ def test_no_plan_leads_outside(plan: Plan):
     for x in (slots.last, slots.reached):
         assert x.numel() == 0 or (x.min() >= 0 and x.max() < problem.B * problem.slots)
     assert slots.token.numel() == 0 or (slots.token.min() >= 0 and slots.token.max() < max(problem.B * problem.T, 1))
-
-
-# ---- explained, warmed up -------------------------------------------------------------------------------------------

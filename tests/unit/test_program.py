@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import flashdelta as fd
 from flashdelta.problem.problem import Result
 from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
-from flashdelta.program.launch import ARGUMENTS, Launch, _specialization
+from flashdelta.program.launch import Launch, _specialization
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
 from flashdelta.program.workspace import Workspace, mark, new
@@ -136,16 +135,6 @@ def test_an_output_may_lie_where_a_buffer_lay(started: Started):
     assert buffer[1] != late[1] and late[1] in [slot for _, slot, *_ in second.outputs]
 
 
-def test_descriptors_get_new_addresses(started: Started):
-    """Their tensor is not kept."""
-    x = torch.zeros(8)
-    found = record_of([x], [launch("a", SimpleNamespace(base=x, shape=(8,)))])
-    assert found.replay.steps[0].call[ARGUMENTS].base is None
-    found.run((), [640])
-    (_, _, (descriptor,)) = started[0]
-    assert descriptor.base.data_ptr() == 640 and descriptor.shape == (8,)
-
-
 @pytest.mark.parametrize("why", ["a copy", "not compiled", "another device", "none"])
 def test_some_programs_do_not_replay(why: str, started: Started, monkeypatch: pytest.MonkeyPatch):
     x = torch.zeros(4)
@@ -248,8 +237,6 @@ def test_what_may_not_be_kept_has_no_key(on_gpu: None):
 
 
 # ---- kda_prefill ------------------------------------------------------------------------------------------------------
-
-CALLS = ("recorded", "replayed", "again")
 
 
 def prefill_on(case: Case, seed: int = 0) -> dict:

@@ -13,7 +13,7 @@ import flashdelta as fd
 
 from ..support.cases import FP32, Case
 from ..support.inputs import TOKEN_TENSORS, make_call, narrow
-from ..support.oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
+from ..support.oracle import TOLERANCE, assert_close, same_bits, state_tolerance
 
 FP64 = torch.float64
 
@@ -85,21 +85,6 @@ def test_split_anywhere_with_carried_state_is_the_whole(drawn: tuple[Case, dict]
     state = call.get("initial_state")
     o, state = in_pieces(call, cuts, state if state is None else state.double())
     assert_same((o, state.to(whole[1].dtype)), whole)
-
-
-@given(calls(packed=False))
-def test_prefill_then_decode_is_one_prefill(drawn: tuple[Case, dict]):
-    case, call = drawn
-    cut = max(case.T - 3, 0)
-    whole = fd.chunk_kda(**call)
-    o, state = fd.chunk_kda(**narrow(call, 0, cut) | {"initial_state": call.get("initial_state")})
-    outputs = [o]
-    state = state.double()
-    for t in range(cut, case.T):
-        o, state = fd.fused_recurrent_kda(**as_recurrent(narrow(call, t, t + 1)), initial_state=state)
-        outputs.append(o)
-    assert_close("o", torch.cat(outputs, dim=1), whole[0], state_tolerance(FP64, whole[1].dtype))
-    assert_close("final_state", state, whole[1].double(), 2 * state_tolerance(FP64, whole[1].dtype))
 
 
 @given(calls(dtype=FP32, packed=True), st.data())

@@ -1,4 +1,4 @@
-"""The judges of `benchmarks/serve`: its float64 layer, what passes, its tables, and processes that take turns."""
+"""The judge of `benchmarks/serve`: its float64 layer."""
 
 from __future__ import annotations
 
@@ -42,31 +42,3 @@ def test_the_layer_in_float64_is_the_recurrence(bound: float | None):
     o, _ = fd.fused_recurrent_kda(q, k, v, exact["g"], exact["beta"], **gate)
     o = fd.gated_rms_norm(o, exact["z"], layer.o_norm.weight.double(), eps=1e-5)[0]
     torch.testing.assert_close(agree.exact(layer, rows, heads=1), o, rtol=1e-9, atol=1e-9)
-
-
-def reports(error: float, apart: float = 0.0, missing: int = 0) -> dict:
-    def of(error: float, score: float, missing: int = 0) -> dict:
-        layer = {"error": error, "late": None, "worst": 0.1, "tokens": 10, "missing": missing}
-        scores = {"together": [[1.0, score]], "alone": [[1.0, score + 0.01]]}
-        return {"parts": {"prompts": {"layers": [layer]}}, "scores": scores}
-
-    return {"k3:off": of(1e-3, 2.0), "k3:on": of(error, 2.0 + apart, missing)}
-
-
-@pytest.mark.parametrize(
-    ("changes", "wrong"),
-    [
-        ({"error": 0.9e-3}, 0),
-        ({"error": 1.04e-3}, 1),  # the mean
-        ({"error": 1.1e-3}, 2),
-        ({"error": 0.9e-3, "missing": 1}, 1),
-        ({"error": 0.9e-3, "apart": 0.1}, 2),
-        ({"error": float("nan")}, 2),
-    ],
-)
-def test_what_passes(changes: dict, wrong: int):
-    import agree
-
-    rows, logs = agree.compared(reports(**changes))
-    assert len(agree.passes(rows, logs)) == wrong
-    assert agree.table(rows, logs).count("| k3 |") == 3

@@ -18,7 +18,6 @@ from ..fuzz import draw, runner
 from ..gpu import conftest as tier
 from ..mutants import MUTANTS, ROOT, describe
 
-CPU = torch.device("cpu")
 CASES = 12
 
 

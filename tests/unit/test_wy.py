@@ -29,6 +29,3 @@ def test_what_the_docstring_says_is_not_looked_at():
     for name in ("h", "dh"):
         call[name] = torch.cat([call[name], call[name].new_full((1, 2, *call[name].shape[2:]), torch.nan)], dim=1)
     assert all(torch.equal(x, y) for x, y in zip(wy(**call), want))
-
-
-# ---- the choice of a backend ----------------------------------------------------------------------------------------------
