@@ -29,7 +29,6 @@ from flashdelta.tools.export.cubins import (
 from flashdelta.triton.build import prefill, prefill_layout
 from flashdelta.triton.launch import layout
 
-from ..compile.toolchains import toolchains
 from ..support.exports import (
     CUDA_INCLUDE,
     HERE,
@@ -39,7 +38,6 @@ from ..support.exports import (
     build,
     call,
     compile_c,
-    export,
     run,
     small_export,
     task,
@@ -432,20 +430,6 @@ def test_sanitizers_find_nothing(exported: Export, sanitizer: str, tmp_path: Pat
 
 
 # ---- exporting -----------------------------------------------------------------------------------------------------------
-
-
-OTHERS = {name: toolchain.folder for name, toolchain in toolchains().items() if toolchain.folder}
-
-
-@pytest.mark.parametrize("toolchain", OTHERS)
-def test_other_toolchains_export_too(toolchain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The installed one made `exported`."""
-    monkeypatch.setenv("PYTHONPATH", str(OTHERS[toolchain]))
-    choice = ["--op=decode_bf16", "--size=64,64,32", "--gate=none"]
-    said = export(tmp_path / "out", "--arch=sm_86", "--arch=sm_120", *choice)
-    assert "compiling 1 kernel for sm_86, sm_120" in said
-    build(tmp_path / "out" / "build", tmp_path / "out")
-    assert (tmp_path / "out" / "build" / "libflashdelta.so").exists()
 
 
 # ---- the example ---------------------------------------------------------------------------------------------------------

@@ -270,7 +270,9 @@ def test_a_group_that_was_destroyed_is_refused():
     for _ in range(2):
         dist.destroy_process_group()
         for run in calls:
-            with pytest.raises(ValueError, match=r"^(cp_context|group|context): got a process group that was destroyed"):
+            with pytest.raises(
+                ValueError, match=r"^(cp_context|group|context): got a process group that was destroyed"
+            ):
                 run()
         begin()
     dist.destroy_process_group()

@@ -92,20 +92,6 @@ def test_gradients_of_the_convolution(case: ConvolutionCase):
     assert torch.autograd.gradcheck(results, list(leaves.values()))
 
 
-@pytest.mark.parametrize("name", ["packed", "packed_new", "fla"])
-def test_final_states_go_where_they_are_asked_for(name: str):
-    """In a dtype of their own, amid other memory; compiled too."""
-    call = make_convolution(CONVOLUTION_BY_NAME[name], torch.bfloat16)
-    call.pop("output_final_state")
-    o, want = fd.short_convolution(**call, output_final_state=True)
-    for function in (fd.short_convolution, compiled(lambda **given: fd.short_convolution(**given))):
-        memory = torch.full((len(want), want.shape[1], 8), torch.nan)
-        final = memory[..., 2 : 2 + want.shape[2]]
-        found, state = function(**call, final_state=final)
-        assert same_bits(found, o) and same_bits(state, want.float()) and same_bits(final, state)
-        assert memory[..., :2].isnan().all() and memory[..., 2 + want.shape[2] :].isnan().all()
-
-
 # ---- operators --------------------------------------------------------------------------------------------------------------
 
 TRACED = [

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
@@ -122,20 +121,6 @@ NARROW = {
     "fused": (fd.fused_kda_decode, "one"),
 }
 """Calls that `backend="kernel"` names, and writes of whose a test can see."""
-
-
-def test_distributed_tensors_are_refused_by_name():
-    from torch.distributed.tensor import DTensor, Replicate
-
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    call = good_call(fd.chunk_kda, "plain")
-    mesh = distributed.device_mesh.init_device_mesh("cpu", (2,))
-    call |= {"k": DTensor.from_local(call["k"], mesh, [Replicate()])}
-    reason = "k: got DTensor, wanted a torch.Tensor"
-    assert fd.supports(fd.chunk_kda, **call) == (False, None, reason)
-    with pytest.raises(TypeError, match=reason):
-        fd.chunk_kda(**call)
-    distributed.destroy_process_group()
 
 
 def by_kernel(call: dict) -> dict:
