@@ -13,10 +13,11 @@ import flashdelta as fd
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "flashdelta"
-FLOORS = ("ops", "runtime", "backends", "hopper", "triton", "reference", "program", "problem")
+KERNELS = ("kernels.hopper", "kernels.triton", "kernels.stages", "kernels.shared")
+FLOORS = ("ops", "runtime", "backends", *KERNELS, "reference", "program", "problem")
 """From the top; a module imports from its own floor or from one below. What stands beside them may use all."""
 
-ELSEWHERE = {"parallel": "problem", "parallel.merge": "triton"}
+ELSEWHERE = {"parallel": "problem", "parallel.merge": "kernels.stages"}
 """Floors of the folder for several GPUs: a call's problem has a context, and merging is part of building a program."""
 
 BESIDE = ("nn", "integrations", "testing", "tools", "kernels", "__init__", "__main__")
@@ -53,7 +54,8 @@ def imports(name: str) -> set[str]:
 
 
 def floor(name: str) -> str:
-    return ELSEWHERE.get(name) or ELSEWHERE.get(name.split(".")[0]) or name.split(".")[0]
+    first, second = name.split(".")[0], ".".join(name.split(".")[:2])
+    return ELSEWHERE.get(name) or ELSEWHERE.get(first) or (second if second in FLOORS else first)
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if floor(name) in FLOORS])

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import flashdelta
+from flashdelta.kernels.stages.launch import layout
+from flashdelta.kernels.triton.build import prefill, prefill_layout
 from flashdelta.problem.problem import Problem, Result, Tensors
 from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import Workspace
@@ -26,8 +28,6 @@ from flashdelta.tools.export.cubins import (
     prefill_outputs,
     sample_decode,
 )
-from flashdelta.triton.build import prefill, prefill_layout
-from flashdelta.triton.launch import layout
 
 from ..support.exports import (
     CUDA_INCLUDE,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.hopper.build import build
-from flashdelta.hopper.segments import may_try, split_layout
+from flashdelta.kernels.hopper.build import build
+from flashdelta.kernels.hopper.segments import may_try, split_layout
 from flashdelta.runtime.call import check
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
