@@ -358,7 +358,6 @@ REFUSED = {
     "context_indivisible": (context_of(torch.tensor([0, 63])), "cu_seqlens: got 63 tokens"),
     "context_falling": (context_of(torch.tensor([0, 9, 8])), "cu_seqlens: got offsets that fall"),
     "context_room": (context_of(max_sequences=1), "max_sequences: got 1"),
-    "context_relay": (context_of(relay=1), "relay: got 1 (int)"),
     "update_last": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens: got last offset 65"),
     "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache: got one with cp_context"),
     "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
