@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pydoc_data.topics import topics
 
 import pytest
 import torch
+from rich.console import Console
 
 from flashdelta.nn import KdaLanguageModel
 from flashdelta.nn.lm import decode, encode
-from flashdelta.tools.cli.batching import NULL, Batch, Request, run_batch, serve
+from flashdelta.tools.cli.batching import NULL, Batch, Request, run_batch, serve, show
 from flashdelta.tools.cli.demo import TOLERANCE, DemoResult, load_demo_model, run_demo
 
 PROMPT = "The value of an object can be changed when "
@@ -98,3 +100,9 @@ def test_rows_that_are_not_their_own_are_found(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(Batch, "_step", mixed_up)
     assert not run_batch(requests=3, slots=3, tokens=24, seed=0, backend="reference", device="cpu").checked
+
+
+def test_one_request_is_one(capsys: pytest.CaptureFixture):
+    result = run_batch(requests=1, slots=1, tokens=2, backend="reference", device="cpu")
+    show(asdict(result), Console(width=200))
+    assert "1 request in " in (said := capsys.readouterr().out) and "up to 1 of 1 slot at a time" in said
