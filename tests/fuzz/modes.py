@@ -15,7 +15,7 @@ from torch import Tensor
 from ..support.layouts import lay, without_repeats
 from ..support.oracle import assert_close, poisoned_memory, relative_error, same_bits
 from . import truth
-from .draw import RESULTS, Contents, Spec
+from .draw import OPERATORS, Contents, Spec
 
 ROUNDINGS = {torch.bfloat16: 4, torch.float16: 6, torch.float32: 256, torch.float64: 2**16}
 """How many times the rounding error of its dtype a result may be off. In 16 bits operands are rounded once, and sums are in
@@ -50,7 +50,7 @@ def run(spec: Spec, call: dict, incoming: dict[str, Tensor] | None = None) -> Re
         leaves = {name: call[name].detach().requires_grad_() for name in names}
         found = spec.function(**call | leaves)
     found = (found,) if isinstance(found, Tensor) else found or ()
-    results = dict(zip(RESULTS[spec.op], found))
+    results = dict(zip(OPERATORS[spec.op].results, found))
     results = {name: x for name, x in results.items() if x is not None}
     if incoming is None:
         return results
@@ -189,7 +189,7 @@ def hold_claims(spec: Spec, call: dict, claims: list[truth.Claim], results: Resu
     for place, claim in enumerate(claims):
         if claim.want is None or claim.group in wild:
             continue
-        where = results if claim.target in RESULTS[spec.op] else call
+        where = results if claim.target in OPERATORS[spec.op].results else call
         try:
             hold_claim(claim, where, dtype)
         except AssertionError:
@@ -243,7 +243,7 @@ def assert_same(found: Results, want: Results, case: Case, why: str) -> None:
     """To the bit, but for rows of no sequence."""
     for name in want:
         same = same_bits(found[name], want[name])
-        if not same and case.claims is not None and name in RESULTS[case.spec.op]:
+        if not same and case.claims is not None and name in OPERATORS[case.spec.op].results:
             claims = [claim for claim in case.claims if claim.target == name]
             same = all(same_bits(found[name][c.index], want[name][c.index]) for c in claims)
         if not same:
@@ -369,7 +369,7 @@ def neighboured(case: Case, device: torch.device, seed: int) -> None:
     for number, claim in enumerate(case.claims):
         if claim.group == victim or claim.target in ("out", "output"):
             continue
-        if claim.target in RESULTS[case.spec.op]:
+        if claim.target in OPERATORS[case.spec.op].results:
             pair = (found[claim.target][claim.index], want[claim.target][claim.index])
         else:
             pair = (found[f"{claim.target}{number}"], want[f"{claim.target}{number}"])
