@@ -102,7 +102,7 @@ def attn_gym(op: Callable, call: dict, case: Case) -> Callable[[], Results] | st
 
 
 CUDNN = {"cudnn": "kda_hopper_cuda", "cudnn_ready": "kda_hopper_cuda", "cudnn_cute": "kda_hopper"}
-"""The engine by contender. "cudnn" gets our inputs; the others get ready ones, made before the clock starts, as the CuTe engine
+"""Engines by contender. "cudnn" gets our inputs; the others get ready ones, made before the clock starts, as the CuTe engine
 takes no others and cuDNN's own figures are of such."""
 
 
@@ -117,7 +117,7 @@ def made_ready(call: dict, case: Case) -> dict[str, Tensor]:
 
 
 def as_given(call: dict, case: Case) -> dict[str, Any]:
-    """With norms, gate and sigmoid in the kernel."""
+    """Arguments with norms, gate and sigmoid in the kernel."""
     flags = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate")
     gate = {"a_log": call["A_log"], "dt_bias": call["dt_bias"].view(case.HV, case.K)}
     return tokens_of(call) | gate | {"gate_lower_bound": case.lower_bound, **dict.fromkeys(flags, True)}

@@ -27,7 +27,7 @@ CHECKED = 2
 
 TOLERANCE = 5e-3
 LEAST_LAUNCHES = 16
-"""In a graph: starting one takes some microseconds, which are not the steps'."""
+"""Launches in a graph: starting one takes some microseconds, which are not the steps'."""
 
 
 def state_bytes(step: Step) -> int:
@@ -167,8 +167,7 @@ def verify(row: Row, setup: Setup) -> Work:
             contender(lambda at: fd.recurrent_kda(**bare, ssm_state_indices=at), starts, own), checked=ours.checked
         ),
         "fla": setup.peer(
-            "fla_decode",
-            lambda f: contender(lambda at: contenders.fla_step(f, call, at), slots, ends, PEER_TOLERANCE),
+            "fla_decode", lambda f: contender(lambda at: contenders.fla_step(f, call, at), slots, ends, PEER_TOLERANCE)
         ),
     }
     exact = float64({**call, "initial_state": before})

@@ -205,7 +205,7 @@ def in_turns(runs: Mapping[str, Any], rounds: int, device: torch.device, timer: 
 
 
 def sustained(runs: Runs, cold: Mapping[str, float], device: torch.device, timer: Any) -> dict[str, float]:
-    """As `timing.sustained`, the slowest rank's. All ranks make as many calls, by the cold times."""
+    """Times as `timing.sustained` has them, the slowest rank's. All ranks make as many calls, by the cold times."""
     counts = {name: max(round(timing.TURN_MS / ms), 3) for name, ms in cold.items()}
 
     def second_half(name: str) -> float:

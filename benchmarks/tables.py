@@ -27,10 +27,7 @@ TITLES = dict(
 TITLES |= dict(ieee="plain float32", fla_bf16="FLA bf16", one="one GPU", no_relay="without relay", gather="all-gather")
 TITLES |= dict(chain="single operators", bare="attention alone", whole="not split", share="of the copy rate")
 
-WAYS = {
-    "sustained": "Times are sustained",
-    "graph cold": "Times are cold, by CUDA graph",
-}
+WAYS = {"sustained": "Times are sustained", "graph cold": "Times are cold, by CUDA graph"}
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
 
@@ -186,7 +183,7 @@ HEADLINES = {
 
 
 def headlines() -> dict[str, tuple[str, str, float]]:
-    """By headline: sustained times of ours and FLA's in its unit, and their ratio."""
+    """Sustained times of ours and FLA's by headline, in its unit, and their ratio."""
     found = {}
     for what, (results, name, unit) in HEADLINES.items():
         row = next(x for x in load(RESULTS / f"{results}.json")["rows"] if x["name"] == name)

@@ -60,7 +60,7 @@ MUTANTS: list[Row] = [
     ("triton/merge.py", "if goes_on | (begin == end)", "if (begin == end)",
      "interpreter/test_parallel.py::test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends"),
     ("triton/norm.py", "norm * (grad - normed * mean)", "norm * grad",
-     "interpreter/test_layer.py::test_gradients_of_the_norm"),
+     "interpreter/test_layer.py::test_norm_and_its_gradients"),
     ("triton/output.py", "tl.trans(tile_qg), tile_o, PRECISION", "tl.trans(tile_qg), 0.0 * tile_o, PRECISION",
      "interpreter/test_prefill.py::test_cases"),
     ("triton/prepare.py", "return -dot(dot(inv_11, a_10", "return dot(dot(inv_11, a_10",

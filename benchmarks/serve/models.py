@@ -180,7 +180,7 @@ def counters(llm, *words: str) -> dict[str, float]:
 
 
 def described(llm) -> dict:
-    """What is behind the numbers: versions, options, and what flashdelta says of itself."""
+    """Describes what is behind the numbers: versions, options, and what flashdelta says of itself."""
     import torch
     import triton
     import vllm

@@ -1,4 +1,4 @@
-"""Where vLLM is installed: `vllm bench serve` against a real model, without flashdelta and with it, in turn.
+"""Runs `vllm bench serve` of an installed vLLM against a real model, without flashdelta and with it, in turn.
 
     python benchmarks/serve/stock.py moonshotai/Kimi-Linear-48B-A3B-Instruct [-- --tensor-parallel-size 4 ...]
 

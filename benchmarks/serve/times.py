@@ -1,4 +1,4 @@
-"""What a server takes: time to the first token, steps, tokens per second, drafts; off and on in turn."""
+"""Times of a server: time to the first token, steps, tokens per second, drafts; off and on in turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = (1024, 8192, 65536)
 BATCHES = (1, 32, 128)
 STEPS = 96
 REQUESTS, LONG, SHORT = 64, 8192, 32
-"""Of the tokens per second: requests at once, tokens in, tokens out."""
+"""Load under which tokens per second are counted: requests at once, tokens in, tokens out."""
 
 RATES = ("tokens/s",)
 """Rows in which more is better begin so."""
@@ -34,7 +34,7 @@ def rounds(llm, name: str):
         return 1e3 * (whole - first) / STEPS
 
     def host(n: int) -> list[float]:
-        """Of each KDA layer's own code in a prefill, which runs eagerly."""
+        """Milliseconds of each KDA layer's own code in a prefill, which runs eagerly."""
         layers = llm.apply_model(lambda model: [x for x in model.modules() if type(x).__name__ in LAYERS.values()])[0]
         spans: list[float] = []
 
@@ -109,7 +109,7 @@ def summary(samples: list[dict]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """In Markdown: medians, in brackets the least and the most of a process."""
+    """Writes medians in Markdown, in brackets the least and the most of a process."""
     lines = ["| model | what | off | on | gain |", "| --- | --- | ---: | ---: | ---: |"]
 
     def cell(x: dict) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -42,15 +43,11 @@ def check_gradients(operator: partial, call: dict) -> None:
 
 
 @pytest.mark.parametrize("case", NORM_CASES, ids=str)
-def test_norm(case: NormCase):
+def test_norm_and_its_gradients(case: NormCase):
     call = make_norm(case)
     with poisoned_memory():
         o = norm(**call)
     close(o, normed_by_rows(call).float())
-
-
-@pytest.mark.parametrize("case", NORM_CASES, ids=str)
-def test_gradients_of_the_norm(case: NormCase):
     check_gradients(norm, make_norm(case))
 
 
@@ -64,7 +61,8 @@ def test_half_precision_rounds_once(dtype: torch.dtype):
     assert same_bits(final, states.to(dtype))
 
 
-def check_convolution(case: ConvolutionCase) -> None:
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=str)
+def test_convolution(case: ConvolutionCase):
     call = make_convolution(case)
     want, states = convolved_by_tokens(call)
     buffer = checkpoints_by_tokens(call) if "checkpoint_states" in call else None
@@ -77,15 +75,9 @@ def check_convolution(case: ConvolutionCase) -> None:
     assert same_bits(call["state_pool"] if final is None else final, states.float())
 
 
-@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=str)
-def test_convolution(case: ConvolutionCase):
-    check_convolution(case)
-
-
-IN_GRADIENTS = [case for case in CONVOLUTION_CASES if case.indices is None and not case.buffer]
-
-
-@pytest.mark.parametrize("case", IN_GRADIENTS, ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CONVOLUTION_CASES if case.indices is None and not case.buffer], ids=str
+)
 def test_gradients_of_the_convolution(case: ConvolutionCase):
     check_gradients(convolution, make_convolution(case))
 
@@ -108,27 +100,26 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
     config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, groups=4)
     monkeypatch.setattr(triton_convolution, "convolution_config", lambda *given, **options: config)
     monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
-    launched, constants = [], triton_convolution.constants
-
-    def noted(*given: object, **options: object) -> dict[str, object]:
-        launched.append(options)
-        return constants(*given, **options)
-
-    monkeypatch.setattr(triton_convolution, "constants", noted)
     call = make_convolution(case)
-    check_gradients(convolution, call)
-    assert {x["EXCHANGE"] for x in launched if "EXCHANGE" in x} == {case.name.startswith("exchanged")}
+    with mock.patch.object(triton_convolution, "constants", wraps=triton_convolution.constants) as noted:
+        check_gradients(convolution, call)
+    exchanges = {x.kwargs["EXCHANGE"] for x in noted.call_args_list if "EXCHANGE" in x.kwargs}
+    assert exchanges == {case.name.startswith("exchanged")}
     first, second = (gradients(convolution.func, call | {"backend": "triton"}) for _ in range(2))
     assert all(same_bits(x, second[name]) for name, x in first.items())
 
 
-@pytest.mark.parametrize("name", ["packed", "packed_new", "short"])
-def test_final_states_go_where_they_are_asked_for(name: str):
+@pytest.mark.parametrize(("name", "target"), [("packed", "final_state"), ("packed_new", "final_state"),
+    ("short", "final_state"), ("pool", "state_pool")])  # fmt: skip
+def test_nothing_beside_states_is_touched(name: str, target: str):
+    """Of a pool, and of final states where they are asked for."""
     call = make_convolution(CONVOLUTION_BY_NAME[name])
-    want = convolution(**call)[1]
-    memory = torch.full((len(want), want.shape[1], 8), torch.nan)
-    final = memory[..., 2 : 2 + want.shape[2]]
-    assert same_bits(convolution(**call, final_state=final)[1], want) and same_bits(final.contiguous(), want)
+    want = convolved_by_tokens(call)[1].float()
+    memory = torch.full((*want.shape[:2], 8), torch.nan)
+    states = memory[..., 2 : 2 + want.shape[2]]
+    states.copy_(call.get(target, states))
+    convolution(**call | {target: states})
+    assert same_bits(states.contiguous(), want)
     assert memory[..., :2].isnan().all() and memory[..., 2 + want.shape[2] :].isnan().all()
 
 
@@ -147,17 +138,6 @@ def test_nan_goes_no_further_than_the_taps(W: int):
     assert torch.equal(found, hit)
     kept = convolution(**call)[0][0, :61][~hit]
     assert same_bits(kept, clean[0, :61][~hit])
-
-
-def test_slots_of_others_are_left_alone():
-    """A pool whose slots lie apart: what is between them is not touched."""
-    call = make_convolution(CONVOLUTION_BY_NAME["pool"])
-    memory = torch.full((6, 24, 8), torch.nan)
-    memory[..., 2:5] = call["state_pool"]
-    want = convolved_by_tokens(call)[1].float()
-    convolution(**call | {"state_pool": memory[..., 2:5]})
-    assert same_bits(memory[..., 2:5].contiguous(), want)
-    assert memory[..., :2].isnan().all() and memory[..., 5:].isnan().all()
 
 
 def test_bad_offsets_lead_nowhere():

@@ -20,13 +20,20 @@ from ..support.virtual import on_ranks
 TOLERANCE = 2e-5
 
 SMALL = Case("ranks", "", K=32, V=64, H=1, HV=1, chunk_size=32, memory="long", state=torch.float32)
-CASES = {
+KEPT, IN_SEGMENTS = {"disable_recompute": True}, {"split": 3}
+BEFORE = replace(SMALL, lengths=(10, 0, 139, 11))
+CASES: dict[str, tuple[Case, int, bool, dict]] = {
     # cut inside sequences, with an empty one, tails, and one that three ranks have
-    "packed": (replace(SMALL, lengths=(10, 0, 75, 11)), 3, False),
+    "packed": (replace(SMALL, lengths=(10, 0, 75, 11)), 3, True, {}),
     # whose packets are b alone
-    "two ranks": (replace(SMALL, lengths=(10, 0, 43, 11)), 2, False),
-    "kept": (replace(SMALL, lengths=(96,), v_first=True, HV=2), 3, True),
+    "two ranks": (replace(SMALL, lengths=(10, 0, 43, 11)), 2, True, {}),
+    "kept": (replace(SMALL, lengths=(96,), v_first=True, HV=2), 3, True, KEPT),
+    "sent before the scan": (BEFORE, 2, False, {}),
+    "sent before the scan, in segments": (BEFORE, 2, False, IN_SEGMENTS),
+    "segments": (replace(SMALL, lengths=(20, 172)), 2, True, IN_SEGMENTS),
+    "segments, kept": (replace(SMALL, lengths=(192,), v_first=True), 2, True, IN_SEGMENTS | KEPT),
 }
+"""Calls, of how many ranks, whether the first of two relays, and options."""
 
 
 def cut_of(case: Case, ranks: int) -> Cut:
@@ -40,26 +47,14 @@ def exact(cut: Cut) -> Found:
     return Cut(float64(cut.call), 1, incoming).whole(backend="reference")
 
 
-def hold(found: Found, cut: Cut) -> None:
-    """To what the whole call finds in float64."""
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_find_what_one_finds(name: str):
+    case, ranks, relay, options = CASES[name]
+    cut = replace(cut_of(case, ranks), relay=relay)
+    found = cut.over_ranks(**options)
     for key, x in exact(cut).items():
         error = (found[key].double() - x).norm() / x.norm()
         assert error <= TOLERANCE, f"{key}: {error:.1e}"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_find_what_one_finds(name: str):
-    case, ranks, kept = CASES[name]
-    cut = cut_of(case, ranks)
-    found = cut.over_ranks(disable_recompute=kept)
-    hold(found, cut)
-
-
-@pytest.mark.parametrize("options", [{}, {"split": 3}], ids=str)
-def test_the_first_of_two_ranks_may_send_what_it_forms_before_its_scan(options: dict):
-    cut = replace(cut_of(replace(SMALL, lengths=(10, 0, 139, 11)), 2), relay=False)
-    found = cut.over_ranks(**options)
-    hold(found, cut)
 
 
 def test_copies_into_memory_of_other_ranks_change_nothing():
@@ -68,14 +63,6 @@ def test_copies_into_memory_of_other_ranks_change_nothing():
     found, wanted = cut.joined(on_ranks(2, cut.run, 0)), replace(cut, exchange="gather").over_ranks()
     assert found.keys() == wanted.keys()
     assert all(same_bits(found[name], x) for name, x in wanted.items())
-
-
-@pytest.mark.parametrize(("lengths", "kept"), [((20, 172), False), ((192,), True)])
-def test_ranks_cut_their_tokens_into_segments(lengths: tuple[int, ...], kept: bool):
-    """The forward of a rank with one sequence leaves its segments also where the rest is computed again."""
-    cut = cut_of(replace(SMALL, lengths=lengths, v_first=kept), 2)
-    found = cut.over_ranks(split=3, disable_recompute=kept)
-    hold(found, cut)
 
 
 def test_two_ranks_have_the_bits_of_one():

@@ -1,4 +1,5 @@
-"""State pools in the kernels, run by Triton's interpreter: the bits of plain calls put together by hand, and the truth."""
+"""State pools and buffers of the caller's in the kernels, run by Triton's interpreter: the bits of plain calls put together by
+hand, and the truth."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from hypothesis import given, settings
 import flashdelta as fd
 from flashdelta.triton.device.sequences import find_chunk
 
+from ..support.buffers import BY_NAME as BUFFERS
+from ..support.buffers import BufferCase, buffer_call, buffer_id, by_pieces, hold_buffers
 from ..support.cases import FP32
-from ..support.oracle import TOLERANCE, state_tolerance
+from ..support.decoding import memory_of
+from ..support.oracle import TOLERANCE, same_bits, state_tolerance
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,
@@ -22,7 +26,6 @@ from ..support.pools import (
     PoolCase,
     as_recurrent_pool,
     hold_pool,
-    memory_of,
     piece_by_piece,
     pool_call,
     pool_id,
@@ -52,28 +55,50 @@ def small(pool_case: PoolCase) -> PoolCase:
 
 
 PLAIN = [small(pool_case) for pool_case in PLAIN_POOLS if pool_case.name not in ALIKE]
-CHECKPOINTS = [
-    small(pool_case) for pool_case in CHECKPOINT_POOLS if pool_case.name in LENGTHS or pool_case.name == "cut_bf16"
-]
-BY_TOKEN = [
-    pool_case for pool_case in PLAIN if pool_case.name in ("v_first_int32", "bf16", "non_positive", "flags", "gva")
-]
-
-
-def check(op, pool_case: PoolCase, dtype: torch.dtype) -> None:
-    call = pool_call(pool_case, dtype) | {"backend": "triton"}
-    call = call if op is fd.chunk_kda else as_recurrent_pool(call)
-    hold_pool(op, call, TOLERANCE[dtype], state_tolerance(dtype, call["state_pool"].dtype), [piece_by_piece])
+CHECKPOINTS = [small(pool_case) for pool_case in CHECKPOINT_POOLS if pool_case.name in {*LENGTHS, "cut_bf16"}]
+BY_TOKEN = [x for x in PLAIN if x.name in ("v_first_int32", "bf16", "non_positive", "flags", "gva")]
 
 
 @pytest.mark.parametrize("pool_case", PLAIN + CHECKPOINTS, ids=pool_id)
 def test_chunk(pool_case: PoolCase):
-    check(fd.chunk_kda, pool_case, FP32)
+    call = pool_call(pool_case) | {"backend": "triton"}
+    hold_pool(fd.chunk_kda, call, TOLERANCE[FP32], state_tolerance(FP32, call["state_pool"].dtype), [piece_by_piece])
 
 
 @pytest.mark.parametrize("pool_case", BY_TOKEN, ids=pool_id)
 def test_recurrent(pool_case: PoolCase):
-    check(fd.fused_recurrent_kda, pool_case, FP32)
+    call, op = as_recurrent_pool(pool_call(pool_case) | {"backend": "triton"}), fd.fused_recurrent_kda
+    hold_pool(op, call, TOLERANCE[FP32], state_tolerance(FP32, call["state_pool"].dtype), [piece_by_piece])
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, dict] = {
+    "every_64_chunk32": {"T": 100, "K": 32, "V": 32},
+    "every_128_batch": {"T": 130, "V": 32},
+    "every_packed": {"lengths": (17, 0, 70)},
+    "every_too_few": {"lengths": (3, 66)},
+    "every_no_rows": {"lengths": (3, 5)},
+    "every_pool": {"lengths": (17, 0, 66, 3)},
+    "every_h": {"lengths": (3, 130), "state": FP32},
+    "at_offsets": {"lengths": (66, 5, 66)},
+    "many_offsets": {"lengths": (82, 0, 48)},
+    "bad_offsets": {"lengths": (66, 0, 33, 40)},
+    "split_every": {"lengths": (130, 5), "V": 32},
+    "split_offsets": {"lengths": (130, 16, 66), "V": 32},
+}
+"""As few chunks as show the thing."""
+SMALL = {name: replace(BUFFERS[name], case=replace(BUFFERS[name].case, HV=1, **own)) for name, own in SIZES.items()}
+
+
+@pytest.mark.parametrize("buffer_case", SMALL.values(), ids=buffer_id)
+def test_buffers(buffer_case: BufferCase):
+    call = buffer_call(buffer_case) | {"backend": "triton"}
+    pieces = None if buffer_case.split else by_pieces(fd.chunk_kda, call)
+    hold_buffers(call, TOLERANCE[FP32], lambda dtype: 2 * state_tolerance(FP32, dtype), pieces)
+
+
+# ---- chunks, and offsets that are wild -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -86,36 +111,30 @@ def find_all(cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, found, C:
 
 
 def found_chunks(plan: Plan) -> list[list[int]]:
-    """Batch row, first token and token count of every slot, as kernels find them."""
+    """Batch row, first token and token count of every slot that has tokens, as kernels find them."""
     problem, t = plan.call()
     total = problem.B * problem.slots
     found = torch.full((total, 3), -(10**9))
     arguments = t.cu_seqlens, t.checkpoint_offsets, problem.checkpoints, problem.slots, problem.N, problem.T, found
     find_all[(total,)](*arguments, C=problem.chunk_size)
-    return found.tolist()
+    return [row for row in found.tolist() if row[2] > 0]
 
 
 @settings(max_examples=12)
 @given(plans())
 def test_kernels_find_the_planned_chunks(plan: Plan):
-    found = [
-        list(range(batch * plan.T + start, batch * plan.T + start + min(count, plan.C)))
-        for batch, start, count in found_chunks(plan)
-        if count > 0
-    ]
-    assert found == [chunk.tokens for chunk in planned_chunks(plan)]
+    starts = ((batch * plan.T + start, min(count, plan.C)) for batch, start, count in found_chunks(plan))
+    assert [list(range(a, a + n)) for a, n in starts] == [chunk.tokens for chunk in planned_chunks(plan)]
 
 
 @settings(max_examples=12)
 @given(plans(wild=True))
 def test_kernels_find_no_chunk_outside(plan: Plan):
     for batch, start, count in found_chunks(plan):
-        if count > 0:
-            assert 0 <= batch < plan.B
-            assert 0 <= start < start + count <= plan.T
+        assert 0 <= batch < plan.B and 0 <= start < start + count <= plan.T
 
 
-BAD_OFFSETS = [(0, 50, 20, 70), (0, 2**40, -(2**40), 2**62)]
+BAD_OFFSETS = [(0, 50, 20, 70), (0, 2**40, -(2**40), 2**62), (-4, 40, 710)]
 
 
 @pytest.mark.parametrize(
@@ -142,3 +161,15 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
     may_be = torch.tensor([5] if op is fd.fused_recurrent_kda else [1, 2, 5])
     assert torch.isin(changed // pitch, may_be).all()
     assert (changed % pitch < pitch - 8).all()
+
+
+def test_bad_offsets_touch_nothing_beside_a_buffer():
+    call = buffer_call(replace(SMALL["every_packed"], rows=3)) | {"backend": "triton"}
+    del call["final_state"]
+    call["cu_seqlens"] = torch.tensor([0, 2**40, -(2**40), 2**62])
+    buffer = call["checkpoint_states"]
+    before = memory_of(buffer).clone()
+    fd.chunk_kda(**call)
+    changed = torch.zeros_like(before, dtype=torch.bool)
+    changed.as_strided(buffer.shape, buffer.stride(), buffer.storage_offset()).fill_(True)
+    assert same_bits(memory_of(buffer)[~changed], before[~changed])

@@ -27,11 +27,7 @@ def exactly(call: dict) -> tuple[torch.Tensor, ...]:
 
 
 # empty sequences, tails and single chunks, each once and no longer than the parts take
-@pytest.mark.parametrize(
-    ("lengths", "parts", "v_first"),
-    [([0, 163], 5, True), ([7, 97, 1, 0], 2, False)],
-    ids=str,
-)
+@pytest.mark.parametrize(("lengths", "parts", "v_first"), [([0, 163], 5, True), ([7, 97, 1, 0], 2, False)], ids=str)
 def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
     call = split_call(lengths, v_first=v_first, return_intermediate_states=True)
     hold(fd.chunk_kda(**call, split=parts, backend="triton"), exactly(call))
