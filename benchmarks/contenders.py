@@ -75,8 +75,7 @@ def flash_kda(forward: Callable, call: dict, case: Case) -> Callable[[], Results
         state = call["v"].new_empty(case.sequences, case.HV, case.V, case.K, dtype=FP32)
         tensors = [call[name] for name in ("q", "k", "v", "g", "beta")]
         gate = call["A_log"], call["dt_bias"].view(case.HV, case.K), case.lower_bound
-        carried = {} if initial is None else {"initial_state": initial}
-        forward(*tensors, case.K**-0.5, out, *gate, final_state=state, cu_seqlens=call.get("cu_seqlens"), **carried)
+        forward(*tensors, case.K**-0.5, out, *gate, initial, state, call.get("cu_seqlens"))
         return out, state if case.v_first else state.mT
 
     return refusal or run
@@ -174,10 +173,8 @@ def fla_wy(function: Callable, call: dict) -> Callable[[], Results]:
     indices, size = None, given["chunk_size"]
     if given.get("cu_seqlens") is not None:
         indices = importlib.import_module("fla.ops.utils").prepare_chunk_indices(given["cu_seqlens"], size)
-    given["scale"] = (
-        given["q"].shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
-    )  # its default is no number
-    return functools.partial(function, **given, chunk_indices=indices)
+    scale = given["scale"] or given["q"].shape[-1] ** -0.5  # its default is no number
+    return functools.partial(function, **given | {"scale": scale}, chunk_indices=indices)
 
 
 # ---- a step of decoding --------------------------------------------------------------------------------------------------

@@ -48,21 +48,9 @@ def _workspace(tokens: int, heads: int, sequences: int, device: torch.device) ->
 
 
 def fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    out: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float,
-    *,
-    initial_state: Tensor | None = None,
-    final_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, out: Tensor, A_log: Tensor, dt_bias: Tensor,
+    lower_bound: float, initial_state: Tensor | None, final_state: Tensor | None, cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
     """FlashKDA: `[B, T, H, 128]`, bfloat16, beta's logits; states `[N, H, V, K]`. Writes `out` and `final_state`."""
     (B, T, H, _), sequences = q.shape, len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     torch.ops._flashkda_C.fwd(

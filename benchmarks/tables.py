@@ -182,29 +182,26 @@ HEADLINES = {
 """README's rows: results file, row and unit."""
 
 
-def headlines() -> dict[str, tuple[str, str, float]]:
-    """Sustained times of ours and FLA's by headline, in its unit, and their ratio."""
+def headlines() -> dict[str, tuple[str, str, float, str]]:
+    """Sustained times of ours and FLA's by headline, in its unit, their ratio, and the commit."""
     found = {}
     for what, (results, name, unit) in HEADLINES.items():
-        row = next(x for x in load(RESULTS / f"{results}.json")["rows"] if x["name"] == name)
+        document = load(RESULTS / f"{results}.json")
+        row = next(x for x in document["rows"] if x["name"] == name)
         kind = "graph sustained" if value(row, "ours", "graph sustained") else "sustained"
         ours, fla = (f"{cell(row, f'{who} {kind}', unit, 1.0)} {unit}" for who in ("ours", "fla"))
-        found[what] = ours, fla, ratio(row, f"fla/ours {kind}") or 0.0
+        found[what] = ours, fla, ratio(row, f"fla/ours {kind}") or 0.0, document["runs"][row["run"]]["commit"][:7]
     return found
 
 
 def readme() -> str:
     lines = [["", "ours", "FLA", "FLA/ours", "GPU", "commit", "repeat with"]]
-    for what, (ours, fla, times) in headlines().items():
+    for what, (ours, fla, times, commit) in headlines().items():
         results, name, _ = HEADLINES[what]
-        document = load(RESULTS / f"{results}.json")
-        run = next(x["run"] for x in document["rows"] if x["name"] == name)
         program, gpu = results.split("-")
         repeat = f'`python -m benchmarks.{program} --rows "{name}"`'
         link = f"[{what}](benchmarks/results/{results}.json)"
-        lines.append(
-            [link, ours, fla, f"{times:.2f}x", gpu.upper(), f"`{document['runs'][run]['commit'][:7]}`", repeat]
-        )
+        lines.append([link, ours, fla, f"{times:.2f}x", gpu.upper(), f"`{commit}`", repeat])
     return markdown(lines)
 
 
@@ -217,7 +214,7 @@ def picture() -> str:
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
-    for i, (what, (ours, fla, times)) in enumerate(rows.items()):
+    for i, (what, (ours, fla, times, _)) in enumerate(rows.items()):
         y, bar = 32 + 46 * i, width / times
         what = f"{what}, {HEADLINES[what][0][-4:].upper()}"
         parts += [

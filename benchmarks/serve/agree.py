@@ -1,5 +1,5 @@
-"""Checks whether layers compute the same with flashdelta and without: every token that a KDA layer serves is recorded with the layer's
-inputs, and each sequence is held against one float64 run of the layer on those inputs.
+"""Compares layers with flashdelta and without: every token that a KDA layer serves is recorded with the layer's inputs, and each
+sequence is held against one float64 run of the layer on those inputs.
 
 A recorded row finds its sequence by position and token: the prompt and the outputs of request i have tokens of class i alone.
 """
@@ -167,16 +167,13 @@ def own(i: int, n: int, period: int | None = None) -> list[int]:
 
 def serve(llm, prompts: list[list[int]], counts: list[int], classes: list[int]) -> tuple[list[list[int]], int]:
     """The tokens that layers see of each request, and how many came from the prefix cache."""
-    from vllm import SamplingParams
-
-    common = dict(temperature=0.0, ignore_eos=True, detokenize=False)
-    allowed = [[*range(c + CLASSES, VOCABULARY, CLASSES)] for c in classes]
-    params = [SamplingParams(max_tokens=n, allowed_token_ids=x, **common) for n, x in zip(counts, allowed)]
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    allowed = [{"allowed_token_ids": [*range(c + CLASSES, VOCABULARY, CLASSES)]} for c in classes]
+    _, outputs = run(llm, prompts, counts, allowed)
     hits = sum(getattr(o, "num_cached_tokens", None) or 0 for o in outputs)
     return [p + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs)], hits
 
 
+PROMPTS = [{"prompt_logprobs": 1}]
 LENGTHS = (3, 17, 64, 65, 129, 500, 1000, 2047, 4000, 20000)
 
 
@@ -217,8 +214,8 @@ def scores(llm) -> dict[str, list[list[float]]]:
     def of(outputs) -> list[list[float]]:
         return [[x[t].logprob for t, x in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])] for o in outputs]
 
-    together = of(run(llm, texts, 1, prompt_logprobs=1)[1])
-    return {"together": together, "alone": [of(run(llm, [text], 1, prompt_logprobs=1)[1])[0] for text in texts]}
+    together = of(run(llm, texts, 1, PROMPTS * len(texts))[1])
+    return {"together": together, "alone": [of(run(llm, [text], 1, PROMPTS)[1])[0] for text in texts]}
 
 
 def report(llm, name: str) -> dict:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def measured(model: str, options: list[str], on: bool) -> dict[str, float]:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2)
                 break
-            except (urllib.error.URLError, OSError):
+            except OSError:
                 continue
         found: dict[str, float] = {}
         for users in USERS:

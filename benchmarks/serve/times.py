@@ -87,23 +87,20 @@ def warm(llm, name: str) -> None:
 def summary(samples: list[dict]) -> list[dict]:
     """A row for each scenario and number: the median over all processes, and the smallest and largest median of one. `samples`:
     of one process and one round each."""
+    taken: dict = {}
+    for s in samples:
+        for key, x in s["rows"].items():
+            taken.setdefault((s["scenario"], key), {}).setdefault(s["mode"], []).append(x)
     found: list[dict] = []
-    keys = dict.fromkeys((s["scenario"], key) for s in samples for key in s["rows"])
-    for scenario, key in keys:
+    for (scenario, key), modes in taken.items():
         row: dict = {"scenario": scenario, "row": key}
-        for mode in dict.fromkeys(s["mode"] for s in samples if s["scenario"] == scenario):
-            each = [s["rows"][key] for s in samples if (s["scenario"], s["mode"]) == (scenario, mode)]
-            medians = [statistics.median(x) for x in each]
-            row[mode] = {
-                "median": statistics.median(itertools.chain(*each)),
-                "least": min(medians),
-                "most": max(medians),
-                "processes": len(medians),
-            }
-        if not key.startswith("count"):
-            for mode in row.keys() - {"scenario", "row", "off"} if "off" in row else ():
-                ratio = row["off"]["median"] / row[mode]["median"]
-                row[mode]["gain"] = 1 / ratio if key.startswith(RATES) else ratio
+        for mode, each in modes.items():
+            medians = sorted(map(statistics.median, each))
+            row[mode] = {"median": statistics.median(itertools.chain(*each)), "processes": len(medians)}
+            row[mode] |= {"least": medians[0], "most": medians[-1]}
+        for mode in modes.keys() - {"off"} if "off" in modes and not key.startswith("count") else ():
+            ratio = row["off"]["median"] / row[mode]["median"]
+            row[mode]["gain"] = 1 / ratio if key.startswith(RATES) else ratio
         found.append(row)
     return found
 

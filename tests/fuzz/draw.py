@@ -426,14 +426,15 @@ def states_of_decoding(d: Drawing, drafts: int | None) -> None:
         d.add("num_accepted_tokens", counts(draw.choice((0, 1)), S1 + 2, N), d.index)
 
 
-def recorded(d: Drawing, tokens: int, dtype: torch.dtype, share: float) -> None:
-    """A buffer for records, or for states."""
+def recorded(d: Drawing, tokens: int, dtype: torch.dtype, share: float, named: float = 1.0) -> None:
+    """A buffer for records, or for states, whose rows are named or not."""
     rows = d.N + d.draw.choice((0, 2))
     if chance(d.variant, share):
         d.add_rows("intermediate_states", records(rows, tokens, d.HV, d.K, d.V), FP32, *POOL_PADS)
     else:
         d.pool("intermediate_states", rows, tokens, *d.state, dtype=dtype)
-    d.slots("intermediate_state_indices", rows, d.N)
+    if chance(d.variant, named):
+        d.slots("intermediate_state_indices", rows, d.N)
 
 
 def committing(d: Drawing) -> None:
@@ -443,7 +444,7 @@ def committing(d: Drawing) -> None:
     d.option("state_v_first", 1.0, False, True)
     slots, dtype = d.N + draw.choice((0, 1, 3)), d.either(FP32, BF16)
     d.pool("initial_state", slots, *d.state, dtype=dtype)
-    recorded(d, tokens, dtype, 0.5)
+    recorded(d, tokens, dtype, 0.5, named=0.5)
     d.slots("ssm_state_indices", slots, d.N)
     d.add("num_accepted_tokens", counts(-1, tokens + 2, d.N), d.index)
     d.null_index()
