@@ -1,5 +1,5 @@
-"""Compares layers with flashdelta and without: every token that a KDA layer serves is recorded with the layer's inputs, and each
-sequence is held against one float64 run of the layer on those inputs.
+"""Compares layers with flashdelta and without: every token that a KDA layer serves is recorded with the layer's inputs, and
+each sequence is held against one float64 run of the layer on those inputs.
 
 A recorded row finds its sequence by position and token: the prompt and the outputs of request i have tokens of class i alone.
 """

@@ -23,7 +23,6 @@ from flashdelta.tools.compile import compile_launch, compiled, late_operands, on
 from flashdelta.triton.device.products import rounded_product, summand
 
 from ..full import FULL
-from ..support.cases import Case
 from ..support.decoding import BY_NAME, Step, make_step
 from ..support.inputs import meta_call, on_meta
 from . import hot, launches, records

@@ -48,6 +48,7 @@ from ..support.decoding import Step, make_step
 from ..support.fused import FusedStep, make_fused
 from ..support.inputs import TOKEN_TENSORS, meta_call, on_meta
 from ..support.oracle import as_recurrent
+from ..support.wy import WyCase, make_wy
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 
@@ -129,9 +130,11 @@ class Variant:
 
     def _shape(self) -> Given:
         """Of a `Case` or a `Step`, with the gate and the states."""
-        sizes = {"H": self.heads, "HV": self.heads, "K": self.K, "V": self.V}
         options = {"gate": self.gate, "beta": "logit", "state": self.state_dtype, "v_first": self.state_v_first}
-        return {"name": self.name, "why": "", **sizes, **options}
+        return {"name": self.name, "why": "", **self._sizes(), **options}
+
+    def _sizes(self) -> dict[str, int]:
+        return {"H": self.heads, "HV": self.heads, "K": self.K, "V": self.V}
 
     def _sequences(self) -> Given:
         C, N, index = self.chunk_size, self.sequences, _make(torch.int32)
@@ -147,13 +150,12 @@ class Variant:
         if self.pool:
             call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
             call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
-        if self.buffer is not None:
-            call["checkpoint_states"] = _make(self.buffer)(*self._states(4 * N))
-        if self.every is not None:
-            call["checkpoint_every"] = self.every
-        if self.checkpoints:
-            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
-        return call
+        return call | self._checkpoints(_make(self.buffer)(*self._states(4 * N)), index(N, 1))
+
+    def _checkpoints(self, states: torch.Tensor, marks: torch.Tensor) -> Given:
+        found = {} if self.buffer is None else {"checkpoint_states": states}
+        found |= {} if self.every is None else {"checkpoint_every": self.every}
+        return found | ({"checkpoint_offsets": marks, "checkpoint_indices": marks} if self.checkpoints else {})
 
     def _states(self, count: int) -> tuple[int, ...]:
         inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
@@ -197,17 +199,12 @@ class Variant:
         return commit, dict(zip(names, (pool, states, index(self.N), index(self.N)))) | options
 
     def _wy(self) -> Call:
-        make, wide = _make(self.dtype), _make(torch.float32)
-        H, chunks, C = self.heads, 4, self.chunk_size
-        keys, values = (1, chunks * C, H, self.K), (1, chunks * C, H, self.V)
-        states = make(1, chunks, *self._states(1)[1:])
-        given = {
-            **{name: make(keys) for name in ("q", "k")},
-            **{name: make(values) for name in ("v", "v_new", "do", "dv")},
-            **{"g": wide(keys), "beta": wide(keys[:3]), "A": make(*keys[:3], C), "h": states, "dh": states},
-            "cu_seqlens": _make(torch.int32)(3) if self.packed else None,
-        }
-        return chunk_bwd_wy_dqkg, given | {"chunk_size": C, "state_v_first": self.state_v_first, "use_exp2": True}
+        T = 4 * self.chunk_size
+        lengths = {"lengths": (T // 2,) * 2, "offsets_dtype": torch.int32} if self.packed else {"T": T}
+        case = WyCase(
+            "", "", **self._sizes(), **lengths, chunk_size=self.chunk_size, v_first=self.state_v_first, log2=True
+        )
+        return chunk_bwd_wy_dqkg, on_meta(make_wy(case, self.dtype))
 
     def _gated_rms_norm(self) -> Call:
         """`z` is a slice of a fused projection."""
@@ -233,18 +230,13 @@ class Variant:
         if self.pool:
             call |= {"state_pool": make(4, self.taps - 1, D).mT, "state_indices": index(N), "bias": make(D)}
             call |= {"has_initial_state": index(N, dtype=torch.bool), "out": make(1, self.T, D)}
-        if self.buffer is not None:
-            call["checkpoint_states"] = _make(self.buffer)(4, self.taps - 1, D).mT
-        if self.every is not None:
-            call["checkpoint_every"] = self.every
-        if self.checkpoints:
-            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
+        call |= self._checkpoints(_make(self.buffer)(4, self.taps - 1, D).mT, index(N, 1))
         if self.pool or not self.stated:
             return short_convolution, call
         return short_convolution, call | {"initial_state": make(N, D, self.taps - 1), "output_final_state": True}
 
 
-def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def _make(dtype: torch.dtype | None) -> Callable[..., torch.Tensor]:
     return functools.partial(torch.empty, dtype=dtype, device="meta")
 
 

@@ -165,8 +165,6 @@ class Drawing:
     def __init__(self, op: str, draw: Random, variant: Random, doubles: bool):
         self.spec, self.draw, self.variant = Spec(op, {}), draw, variant
         self.dtype = pick(variant, (BF16, 5), (FP16, 2), (FP32, 3), (FP64, 2 if doubles else 0))
-        self.wide = FP64 if self.dtype == FP64 else FP32
-        self.states = (FP32, BF16, FP64) if self.dtype == FP64 else (FP32, BF16)
         self.index = variant.choice((torch.int32, torch.int64))
 
     def sizes(self, head_dims: tuple[int, ...], tokens: int) -> None:
@@ -178,6 +176,14 @@ class Drawing:
         self.T = draw.choice((0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130, draw.randint(1, tokens)))
         self.B = 1 if self.packed else draw.choice((1, 1, 2, 3, 0) if chance(draw, 0.1) else (1, 1, 2, 3))
         self.N = draw.choice((0, 1, 2, 3, 5)) if self.packed else self.B
+
+    @property
+    def wide(self) -> torch.dtype:
+        return FP64 if self.dtype == FP64 else FP32
+
+    @property
+    def states(self) -> tuple[torch.dtype, ...]:
+        return (FP32, BF16, FP64) if self.dtype == FP64 else (FP32, BF16)
 
     @property
     def state(self) -> tuple[int, int, int]:

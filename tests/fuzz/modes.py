@@ -69,24 +69,15 @@ def first_of(call: dict) -> Tensor:
 
 
 def incoming_of(spec: Spec, call: dict, seed: int) -> dict[str, Tensor]:
-    """Shapes are the call's: `o` is like v or x, and the final state lies as the options say."""
-    x, state = first_of(call), call.get("initial_state")
-    N = x.shape[0] if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if "v" in call:
-        o, K, V = call["v"], x.shape[3], call["v"].shape[3]
-        final = (N, o.shape[2], *((V, K) if call.get("state_v_first") else (K, V)))
-    else:
-        o, wide = x, x.dtype
-        final = (N, x.shape[-1], call["weight"].shape[-1] - 1 if state is None else state.shape[2])
-    source = torch.Generator().manual_seed(seed)
+    """Gradients of the results, which a call without gradients shows."""
+    source, results = torch.Generator().manual_seed(seed), run(spec, call)
 
-    def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=source, dtype=torch.float64).to(dtype).to(x.device)
+    def drawn(x: Tensor, layout: str) -> Tensor:
+        return lay(torch.randn(*x.shape, generator=source, dtype=torch.float64).to(x.dtype).to(x.device), layout)
 
-    of_o, of_state = spec.incoming
-    found = {"o": lay(drawn(*o.shape, dtype=o.dtype), of_o)}
-    return found | {"final_state": lay(drawn(*final, dtype=wide if state is None else state.dtype), of_state)}
+    return {
+        name: drawn(results[name], own) for name, own in zip(("o", "final_state"), spec.incoming) if name in results
+    }
 
 
 @dataclass

@@ -11,7 +11,6 @@ import torch
 
 import flashdelta as fd
 from flashdelta.hopper import build, recurrence
-from flashdelta.parallel import context_parallel
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu
 from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, hold_buffers
@@ -30,10 +29,10 @@ from ..support.oracle import (
 )
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
 from ..support.ranks import Cut
-from ..support.virtual import on_ranks
 from ..unit.test_hopper_choice import TABLE
 from .checks import check_steps, hold_bits_alone, hold_nan_inside, poisoned, steps_call
 from .interpreter import hopper_on_cpu
+from .test_ranks import hold_pool_over_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -226,16 +225,4 @@ def test_the_second_of_two_ranks_goes_on_to_the_bit(K: int, v_first: bool):
 
 def test_a_pool_over_ranks():
     call = steps_call(replace(LONG, lengths=(60, 0, 132))) | {"output_final_state": True}
-    exact = Cut(float64(call), 1).whole(backend="reference")["final_state"]
-    cut, states = Cut(call, 2), call["initial_state"]
-    without = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
-
-    def run(group) -> torch.Tensor:
-        context, pool = context_parallel(call["cu_seqlens"], group=group), states.clone()
-        slots = torch.tensor(cut.sequences(context.rank))
-        fd.chunk_kda(**Cut(without, 2).local(context), state_pool=pool, state_indices=slots)
-        return pool
-
-    for pool, ended in zip(on_ranks(2, run), (0, 2)):
-        assert all(same_bits(pool[n], states[n]) for n in range(3) if n != ended)
-        assert_close("pool", pool[ended], exact[ended], tolerance_of(call))
+    hold_pool_over_ranks(call, lambda found, want: assert_close("pool", found, want, tolerance_of(call)))

@@ -1,4 +1,4 @@
-"""`fd.gated_rms_norm` and `fd.short_convolution` by their Triton kernels, run on the CPU by Triton's interpreter."""
+"""`fd.gated_rms_norm` and `fd.short_convolution` by their Triton kernels, interpreted."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from ..support.layer import (
     normed_by_rows,
 )
 from ..support.oracle import poisoned_memory, same_bits
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 close = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 norm = partial(fd.gated_rms_norm, backend="triton")

@@ -1,11 +1,14 @@
-"""`nn.KimiDeltaAttention` on Triton's kernels, run on the CPU by Triton's interpreter."""
+"""`nn.KimiDeltaAttention` on Triton's kernels, interpreted."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ..support.layers import make_layer, rows
 from ..support.oracle import poisoned_memory
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 FP32 = torch.float32
 

@@ -1,5 +1,5 @@
-"""State pools and buffers of the caller's in the kernels, run by Triton's interpreter: the bits of plain calls put together by
-hand, and the truth."""
+"""State pools, checkpoints and buffers of the caller's, interpreted: the truth, nothing written beside it, and by the portable
+kernels the bits of plain calls put together by hand."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from hypothesis import given, settings
 
 import flashdelta as fd
-from flashdelta.triton.device.sequences import find_chunk
 
+from ..gpu.calls import on_gpu
 from ..support.buffers import BY_NAME as BUFFERS
 from ..support.buffers import BufferCase, buffer_call, buffer_id, by_pieces, hold_buffers
-from ..support.cases import FP32
+from ..support.cases import BF16, FP32
 from ..support.decoding import memory_of
-from ..support.oracle import TOLERANCE, same_bits, state_tolerance
-from ..support.plans import Plan, planned_chunks, plans
+from ..support.oracle import TOLERANCE, one_rounding, same_bits, state_tolerance, tolerance_of
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
@@ -30,6 +26,8 @@ from ..support.pools import (
     pool_call,
     pool_id,
 )
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 LENGTHS = {
     "one_each": (66, 5, 66),
@@ -57,6 +55,10 @@ def small(pool_case: PoolCase) -> PoolCase:
 PLAIN = [small(pool_case) for pool_case in PLAIN_POOLS if pool_case.name not in ALIKE]
 CHECKPOINTS = [small(pool_case) for pool_case in CHECKPOINT_POOLS if pool_case.name in {*LENGTHS, "cut_bf16"}]
 BY_TOKEN = [x for x in PLAIN if x.name in ("v_first_int32", "bf16", "non_positive", "flags", "gva")]
+ON_HOPPER = {
+    *("batch", "v_first_int32", "bf16", "non_positive", "flags", "gva", "no_slots", "no_tokens", "unbounded"),
+    *("several", "at_the_end", "cut_batch", "cut_bf16", "bad_offsets"),
+}
 
 
 @pytest.mark.parametrize("pool_case", PLAIN + CHECKPOINTS, ids=pool_id)
@@ -69,6 +71,13 @@ def test_chunk(pool_case: PoolCase):
 def test_recurrent(pool_case: PoolCase):
     call, op = as_recurrent_pool(pool_call(pool_case) | {"backend": "triton"}), fd.fused_recurrent_kda
     hold_pool(op, call, TOLERANCE[FP32], state_tolerance(FP32, call["state_pool"].dtype), [piece_by_piece])
+
+
+@pytest.mark.parametrize("pool_case", [x for x in PLAIN_POOLS + CHECKPOINT_POOLS if x.name in ON_HOPPER], ids=pool_id)
+def test_pools_on_hopper(pool_case: PoolCase):
+    call = pool_call(replace(pool_case, case=on_gpu(pool_case.case)), BF16) | {"backend": "hopper"}
+    tolerance = tolerance_of(call)
+    hold_pool(fd.chunk_kda, call, tolerance, tolerance + one_rounding(call["state_pool"].dtype))
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------
@@ -98,40 +107,19 @@ def test_buffers(buffer_case: BufferCase):
     hold_buffers(call, TOLERANCE[FP32], lambda dtype: 2 * state_tolerance(FP32, dtype), pieces)
 
 
-# ---- chunks, and offsets that are wild -------------------------------------------------------------------------------
+BUFFERS_ON_HOPPER = {
+    *("every_128_batch", "every_bf16", "every_too_few", "every_pool", "every_h", "many_offsets", "offsets_batch"),
+    *("bad_offsets", "only_final_bf16", "no_sequences", "split_every", "split_offsets"),
+}
 
 
-@triton.jit
-def find_all(cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, found, C: tl.constexpr):
-    slot = tl.program_id(0).to(tl.int64)
-    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C)
-    tl.store(found + slot * 3, batch)
-    tl.store(found + slot * 3 + 1, start)
-    tl.store(found + slot * 3 + 2, count)
+@pytest.mark.parametrize("name", sorted(BUFFERS_ON_HOPPER))
+def test_buffers_on_hopper(name: str):
+    call = buffer_call(replace(BUFFERS[name], case=on_gpu(BUFFERS[name].case)), BF16) | {"backend": "hopper"}
+    hold_buffers(call, tolerance_of(call), lambda dtype: tolerance_of(call) + one_rounding(dtype))
 
 
-def found_chunks(plan: Plan) -> list[list[int]]:
-    """Batch row, first token and token count of every slot that has tokens, as kernels find them."""
-    problem, t = plan.call()
-    total = problem.B * problem.slots
-    found = torch.full((total, 3), -(10**9))
-    arguments = t.cu_seqlens, t.checkpoint_offsets, problem.checkpoints, problem.slots, problem.N, problem.T, found
-    find_all[(total,)](*arguments, C=problem.chunk_size)
-    return [row for row in found.tolist() if row[2] > 0]
-
-
-@settings(max_examples=12)
-@given(plans())
-def test_kernels_find_the_planned_chunks(plan: Plan):
-    starts = ((batch * plan.T + start, min(count, plan.C)) for batch, start, count in found_chunks(plan))
-    assert [list(range(a, a + n)) for a, n in starts] == [chunk.tokens for chunk in planned_chunks(plan)]
-
-
-@settings(max_examples=12)
-@given(plans(wild=True))
-def test_kernels_find_no_chunk_outside(plan: Plan):
-    for batch, start, count in found_chunks(plan):
-        assert 0 <= batch < plan.B and 0 <= start < start + count <= plan.T
+# ---- offsets that are wild ------------------------------------------------------------------------------------------
 
 
 BAD_OFFSETS = [(0, 50, 20, 70), (0, 2**40, -(2**40), 2**62), (-4, 40, 710)]

@@ -9,10 +9,13 @@ import torch
 
 import flashdelta as fd
 from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
+from flashdelta.program.launch import Launch
 from flashdelta.triton.segments import plan_kernel
 
 from ..support.oracle import assert_close
 from ..support.split_cases import COSTS, forced, offsets, split_call, split_pool_call
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 TOLERANCE = 2e-5
 
@@ -45,12 +48,9 @@ def _plan(cu_seqlens: torch.Tensor, T: int, room: int, split: int, invariant: bo
     """`first_segment` as the kernel plans it."""
     N, costs = len(cu_seqlens) - 1, COSTS
     first_segment = torch.full((N + 1,), -1, dtype=torch.int32)
-    plan_kernel[(1,)](
-        *(cu_seqlens, None, first_segment, T, N, 0, room, split, int(invariant)),
-        *(costs.step, costs.transition, costs.compose, costs.fixed, costs.shortest, costs.margin),
-        C=64,
-        BLOCK=128,
-    )
+    arguments = cu_seqlens, None, first_segment, T, N, 0, room, split, int(invariant)
+    numbers = costs.step, costs.transition, costs.compose, costs.fixed, costs.shortest, costs.margin
+    Launch(plan_kernel, 1, (*arguments, *numbers), {"C": 64, "BLOCK": 128}, num_warps=4).run()
     return first_segment
 
 

@@ -1,7 +1,5 @@
-"""The Triton kernels themselves, run on the CPU by Triton's interpreter: cases of the table, against the truth.
-
-float32 and float16: the interpreter's `tl.dot` gets bfloat16 wrong. Results and scratch memory start as NaN.
-"""
+"""The portable kernels, interpreted: cases of the table in float32 and float16, against the truth. Results and scratch memory
+start as NaN."""
 
 from __future__ import annotations
 
@@ -11,9 +9,10 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.triton import prepare
 
-from ..gluon.checks import hold_bits_alone, hold_nan_inside
 from ..support.cases import BY_NAME, CASES, FP16, FP32, HARD_CASES, HEAD_CASES, LAYOUT_CASES, LENGTH_CASES, Case, named
+from ..support.gradients import gradients, incoming, relative_errors, true_gradients
 from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.oracle import (
     TOLERANCE,
@@ -26,13 +25,16 @@ from ..support.oracle import (
     same_bits,
 )
 from ..support.readouts import OPERATORS, check_layer, check_readout
+from .checks import hold_bits_alone, hold_nan_inside
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 ONE_CHUNK = 20
 """Tokens of cases whose point is the same in every chunk: heads, layouts, states, options."""
 
 
 def small(case: Case) -> Case:
-    """The case on as few chunks and heads as show the thing: the interpreter takes a third of a second for each of them."""
+    """The case on as few chunks and heads as show the thing."""
     about_heads = case in HEAD_CASES or case in LAYOUT_CASES or case.H != case.HV
     heads = {"B": min(case.B, 2)} | ({} if about_heads else {"H": 1, "HV": 1})
     across = case in HARD_CASES or case.name in ("decay", "softplus", "bounded", "logsigmoid")
@@ -87,11 +89,11 @@ def check(op, case: Case, dtype: torch.dtype) -> None:
     buffer = torch.full((B, T + 15, *heads, 2, V), torch.nan, dtype=dtype)
     before = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
     call["out"] = buffer[:, :T, :, 1]
-    if case.final:
-        call["final_state"] = torch.full((case.sequences, *case.state_shape), torch.nan, dtype=case.state or FP32)
+    shape, dtypes = (case.sequences, *case.state_shape), {"dtype": case.state or FP32}
+    final = {"final_state": torch.full(shape, torch.nan, **dtypes)} if case.final else {}
     with poisoned_memory():
-        results = op(**call)
-    assert results[0] is call["out"] and results[1] is call.get("final_state")
+        results = op(**call, **final)
+    assert results[0] is call["out"] and results[1] is final.get("final_state")
     assert all(same_bits(call[name], x) for name, x in before.items())
     assert buffer[:, T:].isnan().all() and buffer[:, :, :, 0].isnan().all()
     factor = conditioning(case, dtype) if op is fd.chunk_kda else 1.0
@@ -131,3 +133,16 @@ def test_a_readout_past_float16(op):
 @pytest.mark.parametrize("tokens", [4, 70])
 def test_a_layer_in_float16(tokens: int):
     check_layer(tokens, "triton")
+
+
+@pytest.mark.parametrize("bounded", [False, True], ids=["prepare", "prepare_bounded"])
+def test_chunks_and_their_gradients(bounded: bool, monkeypatch: pytest.MonkeyPatch):
+    if bounded:  # which is else for bfloat16 alone
+        monkeypatch.setattr(prepare, "bounded", prepare.safe_blocks)
+    case = replace(BY_NAME["packed_unused"], lengths=(0, 17), unused=2, H=1, HV=2)
+    call = make_call(case) | {"backend": "triton"}
+    with poisoned_memory():
+        assert_right(fd.chunk_kda, call)
+        found = gradients(call, *incoming(call))
+    errors = relative_errors(found, true_gradients(call, *incoming(call)))
+    assert max(errors.values()) < 3e-4, errors

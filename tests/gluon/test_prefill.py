@@ -1,4 +1,4 @@
-"""The kernels of `kda_prefill` run by Triton's interpreter, in which both precisions are float32."""
+"""The kernels of `kda_prefill`, interpreted, with both precisions as float32."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from flashdelta.triton import recurrence
 from ..support.cases import Case, case_id
 from ..support.oracle import poisoned_memory, relative_error
 from ..support.prefills import HARD, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 ONE = replace(PLAIN, H=1, HV=1, T=17)
 LENGTHS = (0, 1, 17, 64, 131)
