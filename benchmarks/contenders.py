@@ -56,11 +56,14 @@ def values_first(call: Mapping[str, Any], case: Case) -> Tensor | None:
     return state if state is None or case.v_first else state.mT.contiguous()
 
 
-def plain_heads(case: Case) -> str | None:
-    """Why a library for bounded gates, ungrouped heads and K = V = 128 can't run the case, if it can't."""
-    if case.gate == "lower_bound" and case.H == case.HV and (case.K, case.V) == (128, 128):
-        return None
-    return "takes bounded gates, as many value as key heads, K = V = 128"
+def refusal(case: Case, bounded: bool = True, ungrouped: bool = True) -> str | None:
+    """Why a library for K = V = 128, bounded gates, ungrouped heads can't run the case, if it can't."""
+    wanted = {
+        "bounded gates": not bounded or case.gate == "lower_bound",
+        "as many value as key heads": not ungrouped or case.H == case.HV,
+        "K = V = 128": (case.K, case.V) == (128, 128),
+    }
+    return None if all(wanted.values()) else f"takes {', '.join(x for x, there in wanted.items() if not there)}"
 
 
 # ---- whole sequences -----------------------------------------------------------------------------------------------------
@@ -68,7 +71,7 @@ def plain_heads(case: Case) -> str | None:
 
 def flash_kda(forward: Callable, call: dict, case: Case) -> Callable[[], Results] | str:
     """FlashKDA writes into buffers, states `[V, K]`."""
-    initial, refusal = values_first(call, case), plain_heads(case)
+    initial, refused = values_first(call, case), refusal(case)
 
     def run() -> Results:
         out = torch.empty_like(call["v"])
@@ -78,14 +81,13 @@ def flash_kda(forward: Callable, call: dict, case: Case) -> Callable[[], Results
         forward(*tensors, case.K**-0.5, out, *gate, initial, state, call.get("cu_seqlens"))
         return out, state if case.v_first else state.mT
 
-    return refusal or run
+    return refused or run
 
 
 def attn_gym(op: Callable, call: dict, case: Case) -> Callable[[], Results] | str:
     """attention-gym normalises and makes gates by kernels of their own; states are `[V, K]`."""
-    refusal = plain_heads(case)
-    if refusal:
-        return refusal
+    if refused := refusal(case):
+        return refused
     kda = importlib.import_module("attn_gym.linear.kda")
     bound_gate = importlib.import_module("attn_gym.linear.kda.gate").bound_gate
     initial, offsets = values_first(call, case), call.get("cu_seqlens")
@@ -146,12 +148,7 @@ def bind_cudnn(op: Callable, name: str, call: dict, case: Case) -> Callable[[Map
 
 
 def cudnn_refusal(name: str, case: Case, training: bool = False) -> str | None:
-    """Why cuDNN can't run the row, if it can't."""
-    if (case.K, case.V) != (128, 128):
-        return "takes K = V = 128"
-    if case.H != case.HV and (training or name == "cudnn_cute"):
-        return "takes as many value as key heads"
-    return "takes bounded gates" if case.gate != "lower_bound" and name == "cudnn" and not training else None
+    return refusal(case, bounded=name == "cudnn" and not training, ungrouped=training or name == "cudnn_cute")
 
 
 def cudnn_prefills(op: Any, call: dict, case: Case) -> dict[str, Callable[[], Results] | str]:

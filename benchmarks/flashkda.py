@@ -1,7 +1,8 @@
 """FlashKDA's prefill out of vLLM's library: a contender without the engine.
 
-The library comes from the vLLM that is installed, or from a wheel: `VLLM_WHEEL=vllm-0.33.0-....whl`. It uses PyTorch's stable
-ABI, so that it runs under other versions of PyTorch than vLLM asks for; its machine code is for Hopper and Blackwell.
+The library is that of the vLLM that is installed, or a file: `unzip vllm-0.33.0-....whl vllm/_flashkda_C.abi3.so`, then
+`FLASH_KDA=vllm/_flashkda_C.abi3.so`. It uses PyTorch's stable ABI, so that it runs under other versions of PyTorch than vLLM
+asks for; its machine code is for Hopper and Blackwell.
 """
 
 from __future__ import annotations
@@ -9,14 +10,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import tempfile
-import zipfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-LIBRARY = "vllm/_flashkda_C.abi3.so"
+LIBRARY = "_flashkda_C.abi3.so"
 
 
 def load() -> None:
@@ -25,16 +24,9 @@ def load() -> None:
     Raises:
         ImportError: there is no such file.
     """
-    wheel, spec = os.environ.get("VLLM_WHEEL"), importlib.util.find_spec("vllm")
-    if wheel:
-        path = Path(tempfile.gettempdir()) / "flashdelta_vllm" / LIBRARY
-        if not path.exists():
-            with zipfile.ZipFile(wheel) as z:
-                z.extract(LIBRARY, path.parents[1])
-    elif spec is None or spec.origin is None:
-        raise ImportError("neither vLLM nor VLLM_WHEEL")
-    else:
-        path = Path(spec.origin).parents[1] / LIBRARY
+    installed = importlib.util.find_spec("vllm")
+    folder = Path(installed.origin).parent if installed is not None and installed.origin else Path()
+    path = Path(os.environ.get("FLASH_KDA") or folder / LIBRARY)
     if not path.exists():
         raise ImportError(f"no {path}")
     torch.ops.load_library(str(path))

@@ -29,45 +29,19 @@ from ..support.pools import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
-LENGTHS = {
-    "one_each": (66, 5, 66),
-    "several": (98, 0, 48),
-    "at_the_end": (64, 80, 96),
-    "chunk32": (50, 34),
-    "null_slots": (20, 16, 50),
-    "bad_offsets": (66, 0, 33, 40),
-}
-"""Of cases with checkpoints, which cut there just as in the longer sequences."""
-
-ALIKE = {"one_slot", "all_null", "batch", "unbounded", "packed"}
-"""`one`, `past_the_end`, `flags_batch`, `test_kernels.py` and `negative` run the same, and a kernel knows no names."""
-
-
-def small(pool_case: PoolCase) -> PoolCase:
-    """As few chunks as show the thing: without checkpoints, slots have nothing to do with chunks."""
-    case = pool_case.case
-    most = 64 if pool_case.marks is not None else 9
-    lengths = LENGTHS.get(pool_case.name) or (case.lengths and tuple(min(length, most) for length in case.lengths))
-    heads = {"H": 1, "HV": 2 if pool_case.name == "gva" else 1}
-    return replace(pool_case, case=replace(case, T=min(case.T, most), lengths=lengths, **heads))
-
-
-PLAIN = [small(pool_case) for pool_case in PLAIN_POOLS if pool_case.name not in ALIKE]
-CHECKPOINTS = [small(pool_case) for pool_case in CHECKPOINT_POOLS if pool_case.name in {*LENGTHS, "cut_bf16"}]
-BY_TOKEN = [x for x in PLAIN if x.name in ("v_first_int32", "bf16", "non_positive", "flags", "gva")]
 ON_HOPPER = {
     *("batch", "v_first_int32", "bf16", "non_positive", "flags", "gva", "no_slots", "no_tokens", "unbounded"),
     *("several", "at_the_end", "cut_batch", "cut_bf16", "bad_offsets"),
 }
 
 
-@pytest.mark.parametrize("pool_case", PLAIN + CHECKPOINTS, ids=pool_id)
+@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS, ids=pool_id)
 def test_chunk(pool_case: PoolCase):
     call = pool_call(pool_case) | {"backend": "triton"}
     hold_pool(fd.chunk_kda, call, TOLERANCE[FP32], state_tolerance(FP32, call["state_pool"].dtype), [piece_by_piece])
 
 
-@pytest.mark.parametrize("pool_case", BY_TOKEN, ids=pool_id)
+@pytest.mark.parametrize("pool_case", PLAIN_POOLS, ids=pool_id)
 def test_recurrent(pool_case: PoolCase):
     call, op = as_recurrent_pool(pool_call(pool_case) | {"backend": "triton"}), fd.fused_recurrent_kda
     hold_pool(op, call, TOLERANCE[FP32], state_tolerance(FP32, call["state_pool"].dtype), [piece_by_piece])
@@ -82,25 +56,8 @@ def test_pools_on_hopper(pool_case: PoolCase):
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
-SIZES: dict[str, dict] = {
-    "every_64_chunk32": {"T": 100, "K": 32, "V": 32},
-    "every_128_batch": {"T": 130, "V": 32},
-    "every_packed": {"lengths": (17, 0, 70)},
-    "every_too_few": {"lengths": (3, 66)},
-    "every_no_rows": {"lengths": (3, 5)},
-    "every_pool": {"lengths": (17, 0, 66, 3)},
-    "every_h": {"lengths": (3, 130), "state": FP32},
-    "at_offsets": {"lengths": (66, 5, 66)},
-    "many_offsets": {"lengths": (82, 0, 48)},
-    "bad_offsets": {"lengths": (66, 0, 33, 40)},
-    "split_every": {"lengths": (130, 5), "V": 32},
-    "split_offsets": {"lengths": (130, 16, 66), "V": 32},
-}
-"""As few chunks as show the thing."""
-SMALL = {name: replace(BUFFERS[name], case=replace(BUFFERS[name].case, HV=1, **own)) for name, own in SIZES.items()}
 
-
-@pytest.mark.parametrize("buffer_case", SMALL.values(), ids=buffer_id)
+@pytest.mark.parametrize("buffer_case", BUFFERS.values(), ids=buffer_id)
 def test_buffers(buffer_case: BufferCase):
     call = buffer_call(buffer_case) | {"backend": "triton"}
     pieces = None if buffer_case.split else by_pieces(fd.chunk_kda, call)
@@ -152,7 +109,7 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
 
 
 def test_bad_offsets_touch_nothing_beside_a_buffer():
-    call = buffer_call(replace(SMALL["every_packed"], rows=3)) | {"backend": "triton"}
+    call = buffer_call(replace(BUFFERS["every_packed"], rows=3)) | {"backend": "triton"}
     del call["final_state"]
     call["cu_seqlens"] = torch.tensor([0, 2**40, -(2**40), 2**62])
     buffer = call["checkpoint_states"]

@@ -11,7 +11,7 @@ import torch
 import flashdelta as fd
 from flashdelta.triton import prepare
 
-from ..support.cases import BY_NAME, CASES, FP16, FP32, HARD_CASES, HEAD_CASES, LAYOUT_CASES, LENGTH_CASES, Case, named
+from ..support.cases import BY_NAME, CASES, FP16, FP32, Case, named
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
 from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.oracle import (
@@ -29,49 +29,22 @@ from .checks import hold_bits_alone, hold_nan_inside
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
-ONE_CHUNK = 20
-"""Tokens of cases whose point is the same in every chunk: heads, layouts, states, options."""
-
-
-def small(case: Case) -> Case:
-    """The case on as few chunks and heads as show the thing."""
-    about_heads = case in HEAD_CASES or case in LAYOUT_CASES or case.H != case.HV
-    heads = {"B": min(case.B, 2)} | ({} if about_heads else {"H": 1, "HV": 1})
-    across = case in HARD_CASES or case.name in ("decay", "softplus", "bounded", "logsigmoid")
-    most = 131 if case in LENGTH_CASES or case.h else 66 if across else ONE_CHUNK
-    return replace(case, T=min(case.T, most), lengths=case.lengths and case.lengths[:5], **heads)
-
-
-def few_tokens(case: Case) -> Case:
-    """For the token recurrence, which has no chunk boundary to cross."""
-    case = small(case)
-    return replace(case, T=min(case.T, 9), lengths=case.lengths and tuple(min(n, 9) for n in case.lengths))
-
-
-ALIKE = {
-    *("T2", "T15", "T16", "T31", "T32", "T33", "T63", "T64", "T127", "T128", "wide_gate", "wide_decay"),
-    *("gva1", "gva4", "gva8", "packed_one", "packed_none", "pinned", "pinned_decay", "same_keys_2", "V32_unsafe"),
-    *("decay_promised", "softplus_no_bias", "bounded_no_A", "bound_half", "logsigmoid_promised", "beta_logit"),
-    *("state_bf16_v_first", "packed_bf16_state", "head_first", "odd_offset", "fused_packed", "beta_zero"),
-    *("g_mixed", "g-1e4", "forget", "bounded_saturated", "zero_rows_unbounded", "key_norms_unbounded"),
-}
-"""Kernels run as for a neighbour: blocks are cut by one mask, the ratio of heads and lengths are numbers at run time, and a
-case that differs in two ways from another stands for both. The GPU tier has all."""
-
-BY_TOKEN = (
-    *("T0", "T17", "B0", "B3", "decay", "softplus_broad", "bounded", "logsigmoid", "beta_double", "no_l2norm"),
-    *("scale", "gva2", "V32", "state_v_first", "state_bf16", "packed", "packed_unused", "fused", "expanded"),
-    *("g-50", "softplus_saturated", "zero_rows"),
-)
-IN_HALF = (
+HALF = named(
     *("T65", "chunk32", "decay", "softplus", "wide_gate", "gva2", "state_bf16", "packed_int32", "same_keys"),
     *("g_alternating", "key_norms"),
 )
 WIDE = [replace(BY_NAME["state"], name=f"K{K} V{V}", K=K, V=V, H=1, HV=1, T=20) for K, V in ((128, 32), (32, 128))]
-OTHERS = {
-    (fd.chunk_kda, FP16): [small(case) for case in named(*IN_HALF)],
-    (fd.chunk_kda, FP32): WIDE,
-    (fd.fused_recurrent_kda, FP32): [*map(few_tokens, named(*BY_TOKEN)), *WIDE],
+
+
+def few_tokens(case: Case) -> Case:
+    """For the token recurrence, which has no chunk boundary to cross."""
+    return replace(case, T=min(case.T, 9), lengths=case.lengths and tuple(min(n, 9) for n in case.lengths))
+
+
+KINDS = {
+    (fd.chunk_kda, FP32): [*CASES, *WIDE],
+    (fd.chunk_kda, FP16): HALF,
+    (fd.fused_recurrent_kda, FP32): [*map(few_tokens, CASES), *WIDE],
     # which computes in float32 whatever the inputs are
     (fd.fused_recurrent_kda, FP16): [*map(few_tokens, named("bounded", "wide_gate", "softplus", "state_bf16"))],
 }
@@ -102,17 +75,12 @@ def check(op, case: Case, dtype: torch.dtype) -> None:
         assert_close("h", results[2], chunked_truth(call)[2], TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("case", [small(case) for case in CASES if case.name not in ALIKE], ids=lambda case: case.name)
-def test_chunk_fp32(case: Case):
-    check(fd.chunk_kda, case, FP32)
-
-
 @pytest.mark.parametrize(
-    ("op", "dtype", "case"),
-    [(*kind, case) for kind, cases in OTHERS.items() for case in cases],
-    ids=lambda x: getattr(x, "__name__", str(getattr(x, "name", x))),  # an address differs from worker to worker
+    ("case", "op", "dtype"),
+    [(case, *kind) for kind, cases in KINDS.items() for case in cases],
+    ids=lambda x: getattr(x, "name", getattr(x, "__name__", str(x))),
 )
-def test_others(op, dtype: torch.dtype, case: Case):
+def test_cases(case: Case, op, dtype: torch.dtype):
     check(op, case, dtype)
 
 
