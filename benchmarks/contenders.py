@@ -25,7 +25,7 @@ PEERS = {
     "fla_gate": ("fla.ops.kda.gate", "kda_gate_fwd"),
     "fla_norm": ("fla.modules.norm.fused_norm_gate", "rms_norm_gated"),
     "fla_wy": ("fla.ops.kda.chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
-    "flash_kda": ("benchmarks.flashkda", "fwd"),
+    "flash_kda": ("benchmarks.flashkda", "operators"),
     "cudnn": ("cudnn.linear_attention.ops", "kimi_delta_attention"),
     "attn_gym": ("attn_gym.linear.kda", "chunk_kda"),
     "engine": ("tests.support.engine_kernels", "own_functions"),
@@ -69,19 +69,23 @@ def refusal(case: Case, bounded: bool = True, ungrouped: bool = True) -> str | N
 # ---- whole sequences -----------------------------------------------------------------------------------------------------
 
 
-def flash_kda(forward: Callable, call: dict, case: Case) -> Callable[[], Results] | str:
-    """FlashKDA writes into buffers, states `[V, K]`."""
-    initial, refused = values_first(call, case), refusal(case)
+def flash_kda(operators: Any, call: dict, case: Case) -> Callable[[], Results] | str:
+    """FlashKDA writes into buffers, states `[V, K]`. Its scratch memory is kept from call to call, as vLLM keeps it."""
+    if refused := refusal(case):
+        return refused
+    initial, given = values_first(call, case), [call[name].contiguous() for name in ("q", "k", "v", "g")]
+    size = operators.get_workspace_size(case.batch * case.tokens, case.H, case.sequences)
+    workspace = torch.empty(size, dtype=torch.uint8, device=call["q"].device)
+    gate = call["A_log"], call["dt_bias"].view(case.HV, case.K), case.lower_bound
 
     def run() -> Results:
         out = torch.empty_like(call["v"])
         state = call["v"].new_empty(case.sequences, case.HV, case.V, case.K, dtype=FP32)
-        tensors = [call[name] for name in ("q", "k", "v", "g", "beta")]
-        gate = call["A_log"], call["dt_bias"].view(case.HV, case.K), case.lower_bound
-        forward(*tensors, case.K**-0.5, out, *gate, initial, state, call.get("cu_seqlens"))
+        states = initial, state, call.get("cu_seqlens"), None, None
+        operators.fwd(*given, call["beta"], case.K**-0.5, out, workspace, *gate, *states)
         return out, state if case.v_first else state.mT
 
-    return refused or run
+    return run
 
 
 def attn_gym(op: Callable, call: dict, case: Case) -> Callable[[], Results] | str:

@@ -7,13 +7,11 @@ asks for; its machine code is for Hopper and Blackwell.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 LIBRARY = "_flashkda_C.abi3.so"
 
@@ -32,23 +30,5 @@ def load() -> None:
     torch.ops.load_library(str(path))
 
 
-@functools.cache
-def _workspace(tokens: int, heads: int, sequences: int, device: torch.device) -> Tensor:
-    """Scratch memory, kept from call to call as vLLM keeps it."""
-    size = torch.ops._flashkda_C.get_workspace_size(tokens, heads, sequences)
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def fwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, out: Tensor, A_log: Tensor, dt_bias: Tensor,
-    lower_bound: float, initial_state: Tensor | None, final_state: Tensor | None, cu_seqlens: Tensor | None,
-) -> None:  # fmt: skip
-    """FlashKDA: `[B, T, H, 128]`, bfloat16, beta's logits; states `[N, H, V, K]`. Writes `out` and `final_state`."""
-    (B, T, H, _), sequences = q.shape, len(q) if cu_seqlens is None else len(cu_seqlens) - 1
-    torch.ops._flashkda_C.fwd(
-        *(x.contiguous() for x in (q, k, v, g)), beta, scale, out, _workspace(B * T, H, sequences, q.device),
-        A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, None, None,
-    )  # fmt: skip
-
-
 load()  # an import that fails says why there is none
+operators = torch.ops._flashkda_C

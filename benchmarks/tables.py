@@ -122,22 +122,15 @@ class Table:
         return row["name"] in self.rows or (row["table"] in self.rows and not gates and "[" not in row["name"])
 
 
-@dataclass(frozen=True)
-class Kernels:
+def kernels(results: str, *names: str) -> str:
     """Microseconds of each kernel of ours, a column per row of a results file."""
-
-    results: str
-    rows: tuple[str, ...]
-
-    def __call__(self) -> str:
-        rows = [x for x in load(RESULTS / f"{self.results}.json")["rows"] if x["name"] in self.rows]
-        each = [{x["kernel"]: x for x in row["contenders"]["ours"]["kernels"]} for row in rows]
-        names = dict.fromkeys(name for kernels in each for name in kernels if name.endswith("_kernel"))
-        table = [["us", *(row["name"] for row in rows)]]
-        for name in names:
-            times = [f"{x[name]['ms'] * 1e3:.0f}" if name in x else "-" for x in each]
-            table.append([f"`{name.removesuffix('_kernel')}`", *times])
-        return markdown(table)
+    rows = [x for x in load(RESULTS / f"{results}.json")["rows"] if x["name"] in names]
+    each = [{x["kernel"]: x for x in row["contenders"]["ours"]["kernels"]} for row in rows]
+    table = [["us", *(row["name"] for row in rows)]]
+    for name in dict.fromkeys(name for found in each for name in found if name.endswith("_kernel")):
+        times = [f"{x[name]['ms'] * 1e3:.0f}" if name in x else "-" for x in each]
+        table.append([f"`{name.removesuffix('_kernel')}`", *times])
+    return markdown(table)
 
 
 SUSTAINED = ("ours sustained", "fla sustained", "cudnn sustained", "fla/ours sustained")
@@ -162,7 +155,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode-h200": Table("decode-h200", tuple(SHOWN), STEP, "us"),
     "engines-h100": Table("decode-h100", SERVED, ENGINE, "us"),
     "train-h200": Table("train-h200", ("train",), TRAIN),
-    "train-kernels": Kernels("train-h200", ("B1 T8192 H32", "B1 T8192 H32 softplus")),
+    "train-kernels": lambda: kernels("train-h200", "B1 T8192 H32", "B1 T8192 H32 softplus"),
     "wy-h200": Table("train-h200", ("wy",), WY, "us"),
     "layer-h100": Table("layer-h100", tuple(f"decode {name}" for name in SHOWN), LAYER, "us"),
     "layer-train-h100": Table("layer-h100", ("train",), TRAIN),
