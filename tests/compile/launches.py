@@ -1,4 +1,4 @@
-"""What every case of the tables launches: grids, constants, options and kinds of arguments, from meta tensors.
+"""Records what every case of the tables launches: grids, constants, options and kinds of arguments, from meta tensors.
 
 `launches.tsv` holds a line a case, table and backend: how many launches, and a digest of them for all architectures. Names are
 left out, so that a rename changes nothing. `make record` writes the file.
@@ -44,7 +44,7 @@ Traces = dict[str, str]
 
 
 def kind(x: object, storages: dict[int, int]) -> object:
-    """Of an argument. Storages are numbered as they appear, so that what one launch leaves another shows."""
+    """Kind of an argument. Storages are numbered as they appear, so that what one launch leaves another shows."""
     tensor = getattr(x, "base", x)
     if not isinstance(tensor, Tensor):
         return x
@@ -54,7 +54,7 @@ def kind(x: object, storages: dict[int, int]) -> object:
 
 
 def trace(launches: Iterable[Launch]) -> list[tuple]:
-    """What the launches are, by position."""
+    """Describes the launches by position."""
     storages: dict[int, int] = {}
     found = list(launches)  # all at once: a storage that is gone could give its identity to another
     return [

@@ -54,7 +54,7 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 
 
 BUILD = {"hopper": build_hopper, "triton": build_triton}
-"""By backend."""
+"""Builders by backend."""
 
 
 Given = dict[str, Any]
@@ -129,7 +129,7 @@ class Variant:
         return fused_recurrent_kda, as_recurrent(self._sequences())
 
     def _shape(self) -> Given:
-        """Of a `Case` or a `Step`, with the gate and the states."""
+        """Fields of a `Case` or a `Step`, with the gate and the states."""
         options = {"gate": self.gate, "beta": "logit", "state": self.state_dtype, "v_first": self.state_v_first}
         return {"name": self.name, "why": "", **self._sizes(), **options}
 
@@ -217,7 +217,7 @@ class Variant:
         }
 
     def _short_convolution(self) -> Call:
-        """Of q, k and v side by side, in a fused projection. With a pool states lie by tokens, as vLLM has them."""
+        """Convolves q, k and v side by side, in a fused projection. With a pool states lie by tokens, as vLLM has them."""
         make, N = _make(self.dtype), self.N if self.packed else 1
 
         def index(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -459,8 +459,8 @@ VARIANTS = (
 
 
 def fingerprint(launch: Launch, arch: int) -> str:
-    """Of all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that the
-    kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
+    """Hashes all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that
+    the kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
     options = sorted(launch.options().items())
     determined = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, arch)}"
     return hashlib.sha256(determined.encode()).hexdigest()[:16]

@@ -33,8 +33,8 @@ POOL_PADS = (0, 0, 4, 16, 33)
 """Elements between slots of a pool, beyond those of a slot."""
 
 VARIANTS = 12
-"""Of a seed, for which kernels are compiled on a GPU, in a minute or two; other seeds have others. The CPU compiles nothing,
-and draws from a thousand times as many. The first are one of each operator, and so are the first cases."""
+"""Variants per seed, for which kernels are compiled on a GPU, in a minute or two; other seeds have others. The CPU compiles
+nothing, and draws from a thousand times as many. The first are one of each operator, and so are the first cases."""
 
 Numbers = Callable[[torch.Generator], Tensor]
 """The contents of a tensor."""

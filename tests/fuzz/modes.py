@@ -82,7 +82,7 @@ def incoming_of(spec: Spec, call: dict, seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class Wanted:
-    """What must come out: None of a call that has no defined result. Gradients are worked out when they are asked for."""
+    """Claims that must hold: None of a call that has no defined result. Gradients are worked out when they are asked for."""
 
     claims: list[truth.Claim] | None
     gradients: dict[str, Tensor] | None = None
@@ -124,7 +124,7 @@ class Case:
         self.judge(self.contents.call(), seed)
 
     def restore(self) -> None:
-        """What the call has written goes back."""
+        """Puts back what the call has written."""
         for name, memory in self.contents.memories.items():
             memory.bytes.copy_(self.before[name])
 
@@ -205,7 +205,7 @@ def shaken(call: dict, seed: int) -> dict:
 
 
 def slack_of(spec: Spec, call: dict, place: int, claims: list[truth.Claim]) -> float:
-    """What rounding the operands once costs this claim: much where terms cancel."""
+    """Measures what rounding the operands once costs this claim: much where terms cancel."""
     want = claims[place].want
     others = (truth.claims_of(spec.op, shaken(call, n))[place].want for n in range(SHAKES))
     return SLACK * max(relative_error(other, want) for other in others)
@@ -242,7 +242,7 @@ def assert_same(found: Results, want: Results, case: Case, why: str) -> None:
 
 
 def writes(case: Case) -> Results:
-    """What the call wrote into its arguments, where that is defined."""
+    """Copies what the call wrote into its arguments, where that is defined."""
     found = {}
     for number, claim in enumerate(case.claims or ()):
         if claim.target in case.spec.written() and claim.target not in ("out", "output"):
@@ -251,7 +251,7 @@ def writes(case: Case) -> Results:
 
 
 def outcome(case: Case) -> Results:
-    """Of a run from the contents as they were."""
+    """Runs from the contents as they were."""
     case.restore()
     with poisoned_memory():
         results = {name: x.clone() for name, x in case.run().items()}

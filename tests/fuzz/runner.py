@@ -33,7 +33,7 @@ PARTS = ("calls", "mutations")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a case: `right`, `refused` or `failed`, with what went wrong."""
+    """Verdict of a case: `right`, `refused` or `failed`, with what went wrong."""
 
     part: str
     number: int
@@ -63,7 +63,7 @@ def rerun_line(found: Outcome, seed: int, device: torch.device) -> str:
 
 @dataclass
 class Tally:
-    """What came of all cases so far; `file` holds it, too."""
+    """Verdicts of all cases so far; `file` holds it, too."""
 
     seed: int
     device: torch.device

@@ -1,4 +1,4 @@
-"""What a call must do: a token recurrence in float64, written for this purpose alone.
+"""States what a call must do: a token recurrence in float64, written for this purpose alone.
 
 Nothing here imports the library. A call is a dict of arguments; what it must return and write is a list of `Claim`.
 """
@@ -119,7 +119,7 @@ def recur(S: Tensor, tokens: tuple[Tensor, ...], s: tuple = (...,)) -> tuple[Ten
 
 
 def sequences(c: dict, most: int | None = None) -> list[Sequence]:
-    """Of more than `most` tokens a step counts none."""
+    """Sequences of the call; a step counts none of more than `most` tokens."""
     B, T = c["x" if c.get("q") is None else "q"].shape[:2]
     if c.get("cu_seqlens") is None:
         places = [(n, 0, T) for n in range(B)]
@@ -136,7 +136,7 @@ def sequences(c: dict, most: int | None = None) -> list[Sequence]:
 
 
 class Slots:
-    """What a call stores in its argument `target`. A slot that it stores twice may hold anything."""
+    """States that a call stores in its argument `target`. A slot that it stores twice may hold anything."""
 
     def __init__(self, c: dict, target: str, v_first: bool = False, null: bool = False):
         self.target, self.pool, self.v_first = target, c.get(target), v_first
@@ -168,7 +168,7 @@ class Slots:
         return self.pool is not None and self.pool.dim() == 4
 
     def record(self, row: int, group: object, K: int, V: int, tokens: list[tuple[Tensor, Tensor]] | tuple = ()) -> None:
-        """What a row of a replay buffer says: how many tokens it holds, and of each the decay and `k u^T`, whose split is not
+        """Claims a row of a replay buffer: how many tokens it holds, and of each the decay and `k u^T`, whose split is not
         said."""
         if not self.has(row):
             return
@@ -516,7 +516,7 @@ def padding(x: Tensor, used: int) -> list[int]:
 
 
 def gradients(op: str, c: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
-    """Of `<do, o> + <dht, final_state>` by autograd through the truth; rows of no sequence are zero."""
+    """Gradients of `<do, o> + <dht, final_state>` by autograd through the truth; rows of no sequence are zero."""
     if c.get("cu_seqlens") is not None:
         # NaN may stand in rows of no sequence, and 0 times NaN is NaN
         used = int(c["cu_seqlens"][-1])
@@ -548,7 +548,7 @@ TRUTHS: dict[str, Callable[[dict], list[Claim]]] = {
 
 
 def claims_of(op: str, call: dict) -> list[Claim]:
-    """What `op(**call)` must return and write, from the call's tensors as they are now."""
+    """Claims that `op(**call)` must meet: what it must return and write, from the call's tensors as they are now."""
     with torch.enable_grad() if op == "chunk_bwd_wy_dqkg" else torch.no_grad():
         return TRUTHS[op](arguments(call))
 

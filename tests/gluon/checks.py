@@ -1,4 +1,4 @@
-"""What the tests of interpreted prefills share: calls, poisoned memory, and checks of any call."""
+"""Shared by tests of interpreted prefills: calls, poisoned memory, and checks of any call."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def flushed(x: np.ndarray) -> np.ndarray:
 
 
 def of_float(function: Callable) -> Callable:
-    """Of float32 numbers, as the GPU's approximate instructions: none too small for full precision goes in or comes out."""
+    """Applies to float32 numbers, as the GPU's approximate instructions: none too small for full precision goes in or out."""
 
     def call(x: Any) -> Value:
         x = value(x)
@@ -168,7 +168,7 @@ def range_(*bounds: Any, **options: Any) -> Iterator[Value]:
 
 
 def reduce(x: Any, axis: Any, combine: Callable, keep_dims: bool = False) -> Any:
-    """Of neighbours first, so that `combine` need not commute."""
+    """Combines neighbours first, so that `combine` need not commute."""
     parts = x if isinstance(x, tuple) else (x,)
     if axis is None:
         parts, axis = tuple(part.reshape([math.prod(part.shape)]) for part in parts), 0
@@ -270,7 +270,7 @@ def dot(
 
 
 class Accumulator:
-    """Of an MMA that nobody has waited for: it is good for another MMA, and to be waited for."""
+    """Result of an MMA that nobody has waited for: it is good for another MMA, and to be waited for."""
 
     def __init__(self, like: Any):
         self.shape, self.dtype, self.layout, self.data = like.shape, like.dtype, like.layout, None
@@ -368,7 +368,7 @@ def copy_async(shared: Shared, p: Value, mask: Any = None, **options: Any) -> No
 
 
 def mbarrier_arrive(barrier: Barriers, increment_count: bool = True) -> None:
-    """Of each thread, once its copies are there."""
+    """Arrives for each thread, once its copies are there."""
     partition, one = now(), barrier.one
     if increment_count:
         raise Fault("an arrival that counts itself")
@@ -440,7 +440,7 @@ def warp_specialize(
 
 
 WRITTEN_LATE: list[Callable[[], None]] = []
-"""What the kernel before this one has yet to write when it starts: written when it waits for that one."""
+"""Writes that the kernel before this one has yet to write when it starts: written when it waits for that one."""
 
 
 def gdc_wait() -> None:
@@ -493,7 +493,7 @@ PTX: dict[str, Callable] = {
     "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }": lambda at: Value(np.zeros(np.shape(at.data), np.int32), tl.int32),
     "{ .reg .pred all; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.ge.s32 all, $0, 128; @!all bra again; }": wait_for_all,
 }
-"""What pieces of assembly do. A new one needs an entry."""
+"""Meanings of pieces of assembly. A new one needs an entry."""
 
 
 def inline_asm_elementwise(

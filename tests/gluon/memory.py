@@ -301,7 +301,7 @@ class Shared:
         now().cta.unfenced.add(self.extent())
 
     def poison(self) -> None:
-        """What a copy will overwrite."""
+        """Fills what a copy will overwrite."""
         self.put(np.array(-1, f"i{self.itemsize}").view(STORED[self.dtype]))
 
     def receive(self, cells: np.ndarray) -> None:

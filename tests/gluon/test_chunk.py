@@ -70,7 +70,7 @@ TURNS = [
     ("case", "stream_k", "orders"), TURNS, ids=[f"{x.name}{', stream-K' * k}" for x, k, _ in TURNS]
 )
 def test_turns_change_no_bit(case: Case, stream_k: bool, orders: list[dict], monkeypatch: pytest.MonkeyPatch):
-    """By stream-K states go from CTA to CTA."""
+    """States go from CTA to CTA by stream-K."""
     call = hopper_call(case, split=False)
     want = poisoned(call)
     hold(call, want, chunked_truth(call))

@@ -33,7 +33,7 @@ KIMI_BF16 = next(step for step in MODELS if step.name == "kimi_bf16")
 
 
 HOPPER_STEPS = [step for i, step in enumerate(SINGLE_BF16) if i % 4 in (0, 3)]
-"""Of two with other head dims one each."""
+"""One of two steps with other head dims."""
 
 
 @pytest.mark.parametrize("step", [*HOPPER_STEPS, replace(KIMI_BF16, H=2, HV=2)], ids=case_id)
@@ -71,7 +71,7 @@ def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
 
 @pytest.mark.parametrize("step", {step.name: step for step in HOPPER_REPLAYED}.values(), ids=case_id)
 def test_a_replay_is_the_accepted_state(step: Step):
-    """What the kernels find is held to the portable ones', which are interpreted too."""
+    """Holds what the kernels find to the portable ones', which are interpreted too."""
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
 
 

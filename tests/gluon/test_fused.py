@@ -24,7 +24,7 @@ def test_kernel_is_the_loop(step: FusedStep):
 
 @pytest.mark.parametrize(("group", "before"), [(1, 0), (1, 2**30), (2, 7), (2, -1)])
 def test_an_index_that_the_kernel_before_writes_late(group: int, before: int):
-    """What lies in a slot is asked for by what the index was before; what counts is what it is."""
+    """A slot's contents are asked for by what the index was before; what counts is what it is."""
     step = replace(FUSED_BY_NAME["one"], K=64, V=64, H=1, HV=group, B=1, indices=(3,), slots=8)
     call = make_fused(step, BF16)
     want = expected_fused(step, call)
@@ -63,7 +63,7 @@ def test_portable_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype):
 
 @pytest.mark.parametrize("name", ["bias", "null", "bf16"])
 def test_kernel_is_the_chain(name: str):
-    """Of the single operators' kernels, within rounding; windows to the bit."""
+    """Matches the single operators' kernels within rounding; windows to the bit."""
     fused, single = (make_fused(FUSED_BY_NAME[name]) for _ in range(2))
     o, want = fd.fused_kda_decode(**fused, backend="triton"), chain(single, "triton")
     live = (fused["state_indices"] >= 0) & (fused["state_indices"] < len(fused["state"]))
@@ -73,7 +73,7 @@ def test_kernel_is_the_chain(name: str):
 
 
 def test_nan_stays_in_its_sequence():
-    """Of a row, a window, a state: others have the bits that they have without, and null sequences are zeros."""
+    """NaN of a row, a window, a state: others have the bits that they have without, and null sequences are zeros."""
     step = replace(FUSED_BY_NAME["null"], B=4, indices=(-1, 2, 3, 5))
     call, clean = make_fused(step), make_fused(step)
     want = fd.fused_kda_decode(**clean, backend="triton")

@@ -83,7 +83,7 @@ def copy_kernel(source, to, count, OTHER: gl.constexpr):
 
 @pytest.mark.parametrize(("dtype", "other"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
 def test_a_masked_copy(dtype: torch.dtype, other: bool):
-    """What is masked and has no other is undefined."""
+    """Elements that are masked and have no other are undefined."""
     source, to = torch.randn(N).to(dtype), torch.empty(N, dtype=dtype)
     launch(copy_kernel, source, to, 40, ctas=2, OTHER=other)
     assert torch.equal(to[:40], source[:40])

@@ -1,4 +1,4 @@
-"""`fd.gated_rms_norm` and `fd.short_convolution` by their Triton kernels, interpreted."""
+"""`fd.gated_rms_norm`, `fd.short_convolution` and `nn.KimiDeltaAttention` by the Triton kernels, interpreted."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ..support.layer import (
     make_norm,
     normed_by_rows,
 )
+from ..support.layers import make_layer, rows
 from ..support.oracle import poisoned_memory, same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
@@ -114,7 +115,7 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
 @pytest.mark.parametrize(("name", "target"), [("packed", "final_state"), ("packed_new", "final_state"),
     ("short", "final_state"), ("pool", "state_pool")])  # fmt: skip
 def test_nothing_beside_states_is_touched(name: str, target: str):
-    """Of a pool, and of final states where they are asked for."""
+    """Pools, and final states where they are asked for."""
     call = make_convolution(CONVOLUTION_BY_NAME[name])
     want = convolved_by_tokens(call)[1].float()
     memory = torch.full((*want.shape[:2], 8), torch.nan)
@@ -149,3 +150,18 @@ def test_bad_offsets_lead_nowhere():
     call["cu_seqlens"] = torch.tensor([0, 7, 7, 8, 43, 900, -5], dtype=torch.int32)
     found = convolution(**call)[0]
     assert same_bits(found[:, :43], want[:, :43])
+
+
+def test_rows_of_no_sequence_leave_gradients_alone():
+    """Whatever memory held there: a step is padded to its tokens, and the loss is of the sequences."""
+    layer, offsets = make_layer(torch.float32, backend="triton"), torch.tensor([0, 9, 14])
+
+    def gradients(tokens: int) -> list[torch.Tensor]:
+        layer.zero_grad()
+        x = rows(1, 20, dtype=torch.float32, device="cpu")[:, :tokens].requires_grad_()
+        with poisoned_memory():
+            layer(x, cu_seqlens=offsets)[0][:, :14].square().sum().backward()
+        return [x.grad[:, :14], *(parameter.grad.clone() for parameter in layer.parameters())]
+
+    for found, want in zip(gradients(20), gradients(14)):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)

@@ -62,7 +62,7 @@ def test_small_decays_are_not_rounded_away(g: float):
 
 @pytest.mark.parametrize("name", ["q", "g"])
 def test_a_nan_of_a_gpus_arithmetic_is_one_as_any_other(name: str):
-    """Of all ones but for the sign: rounded by adding to its bits, it would turn into a zero."""
+    """All ones but for the sign: rounded by adding to its bits, it would turn into a zero."""
     found = []
     for bits in (0x7FC0_0000, 0x7FFF_FFFF):
         call = prefill_call(ONE)

@@ -66,7 +66,7 @@ def cut_of(backend: str, case: dict, ranks: int) -> Cut:
 
 
 def exact(cut: Cut) -> Found:
-    """What the whole call finds in float64."""
+    """Results of the whole call in float64."""
     incoming = None if cut.incoming is None else tuple(x.double() for x in cut.incoming)
     return Cut(float64(cut.call), 1, incoming).whole(backend="reference")
 
@@ -81,7 +81,7 @@ def test_ranks_find_what_one_finds(name: str):
 
 
 def test_copies_into_memory_of_other_ranks_change_nothing():
-    """Of a forward with its backward pass, whose exchanges are of two sizes."""
+    """A forward with its backward pass, whose exchanges are of two sizes."""
     cut = replace(cut_of("triton", {"lengths": (10, 54)}, 2), exchange="put")
     found, wanted = cut.joined(on_ranks(2, cut.run, 0)), replace(cut, exchange="gather").over_ranks()
     assert found.keys() == wanted.keys()
@@ -97,7 +97,7 @@ def test_copies_into_memory_of_other_ranks_change_nothing():
     ids=["triton", "tiles", "stream-K"],
 )
 def test_two_ranks_have_the_bits_of_one(backend: str, case: dict, sms: int | None):
-    """Of whole chunks, as each goes on from what the scan of the other ends with: results and gradients, but for those of
+    """Whole chunks, as each goes on from what the scan of the other ends with: results and gradients, but for those of
     parameters, which the ranks have a share of each."""
     cut = cut_of(backend, case, 2)
     with hopper_on_cpu(sms=sms):

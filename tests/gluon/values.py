@@ -17,22 +17,22 @@ from triton.language.semantic import TritonSemantic
 
 
 class Fault(AssertionError):
-    """What a kernel must not do."""
+    """An error of a kernel."""
 
 
 INTEGERS, FLOATS = ("int8", "int16", "int32", "int64", "uint8"), ("float16", "float32", "float64")
 NUMPY = {tl.int1: np.bool_, tl.bfloat16: np.float32}
 NUMPY |= {getattr(tl, name): getattr(np, name) for name in (*INTEGERS, "uint16", "uint32", "uint64", *FLOATS)}
-"""What numbers are kept as."""
+"""Types that numbers are kept as."""
 
 STORED = NUMPY | {tl.bfloat16: np.uint16}
-"""What they are in memory."""
+"""Types that they have in memory."""
 
 OF_TORCH = {torch.bool: tl.int1}
 OF_TORCH |= {getattr(torch, name): getattr(tl, name) for name in (*INTEGERS, *FLOATS, "bfloat16")}
 
 UNDEFINED = {kind: np.array(-1).astype(kind) if kind != np.bool_ else np.array(True) for kind in set(STORED.values())}
-"""Of every kind what nobody wrote: all ones where that is NaN."""
+"""Values of memory that nobody wrote: all ones where that is NaN."""
 UNDEFINED |= {kind: np.array(np.nan, kind) for kind in (np.float16, np.float32, np.float64)}
 
 
