@@ -74,11 +74,6 @@ def decays(K: int = 128, V: int = 128, gate: str = "none") -> dict:
     return make_call(Case("decays", "", **sizes, gate=gate, wide_gate=gate == "none", final=False), BF16, "cuda")
 
 
-def column(N: int) -> torch.Tensor:
-    """A column of a block table, as vLLM passes it."""
-    return torch.arange(N, device="cuda").int().repeat_interleave(2).view(N, 2)[:, 0]
-
-
 def checkpointed(T: int = 65536, H: int = 4) -> dict:
     """A sequence over few heads, from and to a pool, with a state kept halfway."""
     half, second = torch.tensor([T // 2]).int().cuda(), torch.tensor([1]).int().cuda()
@@ -120,13 +115,11 @@ def trained(call: dict) -> dict:
 
 
 def step(op: Op) -> Op:
-    grads: list[torch.Tensor] = []
+    ones = functools.cache(lambda shape, dtype: torch.ones(shape, dtype=dtype, device="cuda"))
 
     def forward_and_backward(**call: torch.Tensor) -> tuple:
         o, _ = op(**call)
-        if not grads:
-            grads.append(torch.ones_like(o).detach())
-        return torch.autograd.grad(o, [call[name] for name in LEAVES if name in call], grads[0])
+        return torch.autograd.grad(o, [call[name] for name in LEAVES if name in call], ones(o.shape, o.dtype))
 
     return forward_and_backward
 
@@ -141,12 +134,13 @@ OPS: dict[str, Callable[[Any], Op]] = {
     "train": lambda fd: step(fd.chunk_kda),
 }
 KEPT = {"disable_recompute": True}
+COLUMN = torch.arange(8).int().view(4, 2) // 2  # of a block table, as vLLM passes it
 
 
 HOST = {
     "prefill": ("prefill", prefill),
     "prefill, pool": ("prefill", lambda: prefill(N=4)),
-    "prefill, index column": ("prefill", lambda: prefill(N=4) | {"state_indices": column(4)}),
+    "prefill, index column": ("prefill", lambda: prefill(N=4) | {"state_indices": COLUMN.cuda()[:, 0]}),
     "prefill, states": ("prefill", lambda: prefill(options={"return_intermediate_states": True})),
     "recurrent": ("recurrent", lambda: as_recurrent(prefill(8, 4))),
     "decode": ("decode", lambda: decode(16)),

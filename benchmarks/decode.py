@@ -18,12 +18,10 @@ from tests.support.decoding import Step, make_step
 from tests.support.oracle import float64
 
 from . import contenders, engines, gate, workloads
+from .engines import CHECKED
 from .gate import PEER_TOLERANCE, Results
 from .run import Contender, Program, Setup, Work, in_launches, main
 from .workloads import Row, Served
-
-CHECKED = 2
-"""Sequences of a row that are held against float64."""
 
 TOLERANCE = 5e-3
 LEAST_LAUNCHES = 16

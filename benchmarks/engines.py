@@ -20,6 +20,8 @@ from .run import Contender, Setup, Work, in_launches
 from .workloads import Row
 
 CHECKED = 2
+"""Sequences of a row that are held against float64."""
+
 Step = Callable[[Tensor], Tensor]
 
 

@@ -1,14 +1,12 @@
-"""Writes the marked tables of documents and README's picture from benchmarks/results: `python -m benchmarks.tables [--check]`.
+"""Writes the marked tables of documents and README's picture from benchmarks/results: `python -m benchmarks.tables`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,18 +235,12 @@ def changed() -> dict[Path, str]:
     return {path: text for path, text in made.items() if not path.exists() or path.read_text() != text}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something differs")
-    asked = parser.parse_args(arguments)
-    found = changed()
-    for path, text in found.items():
-        print(f"{'differs' if asked.check else 'wrote'}: {path.relative_to(ROOT)}")
-        if not asked.check:
-            with whole_file(path) as unfinished:
-                unfinished.write_text(text)
-    return int(asked.check and bool(found))
+def main() -> None:
+    for path, text in changed().items():
+        print(f"wrote: {path.relative_to(ROOT)}")
+        with whole_file(path) as unfinished:
+            unfinished.write_text(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
