@@ -13,10 +13,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
+from flashdelta.kernels.triton import gradients as portable
+from flashdelta.kernels.triton import segments
+from flashdelta.kernels.triton import wy as portable_wy
 from flashdelta.runtime import autograd
-from flashdelta.triton import gradients as portable
-from flashdelta.triton import segments
-from flashdelta.triton import wy as portable_wy
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..support.cases import BF16, BY_NAME, FP32, HARD_CASES, LENGTH_CASES, Case, case_id

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.triton import prepare
+from flashdelta.kernels.triton import prepare
 
 from ..support.cases import BY_NAME, CASES, FP16, FP32, Case, named
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients

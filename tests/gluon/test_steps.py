@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import build, recurrence
+from flashdelta.kernels.hopper import build, recurrence
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu
 from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, hold_buffers

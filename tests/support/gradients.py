@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.kernels.stages.finish import gate_sums_kernel
 from flashdelta.program.launch import Launch
-from flashdelta.triton.finish import gate_sums_kernel
 
 from .inputs import TOKEN_TENSORS
 from .oracle import covered_tokens, float64
