@@ -33,8 +33,6 @@ SHELL := /bin/bash
 export FLASHDELTA_TRITON_OLDEST := $(abspath $(OLDEST))
 # one thread a process: the tensors are tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
-# Triton decides at import whether its kernels are interpreted
-INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
@@ -52,11 +50,9 @@ check: lint $(STAMP) ## style, types and unit tests, in two minutes
 
 test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all tests that need no GPU
 	@$(TIMED) $(PYTEST)
-	@$(TIMED) $(INTERPRETED)
 
 test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, and every kernel compiled
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
-	@$(TIMED) $(INTERPRETED)
 	@$(MAKE) compile-all
 
 MUTANT_JOBS ?= 2

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,10 +43,11 @@ OTHER = "flashdelta_base"
 ROUNDS = 20
 BACK_TO_BACK = 20
 Op = Callable[..., Any]
+DEVICE = torch.device("cuda", 0)
 
 
 def other_package(source: Path, folder: Path) -> None:
-    """The other revision under a name of its own, its operators too."""
+    """Copies the other revision under a name of its own, its operators too."""
     shutil.copytree(source / "src" / "flashdelta", folder / OTHER)
     for path in (folder / OTHER).rglob("*.py"):
         text = path.read_text().replace("flashdelta::", f"{OTHER}::").replace("ops.flashdelta", f"ops.{OTHER}")
@@ -74,11 +74,6 @@ def decays(K: int = 128, V: int = 128, gate: str = "none") -> dict:
     return make_call(Case("decays", "", **sizes, gate=gate, wide_gate=gate == "none", final=False), BF16, "cuda")
 
 
-def column(N: int) -> torch.Tensor:
-    """A column of a block table, as vLLM passes it."""
-    return torch.arange(N, device="cuda").int().repeat_interleave(2).view(N, 2)[:, 0]
-
-
 def checkpointed(T: int = 65536, H: int = 4) -> dict:
     """A sequence over few heads, from and to a pool, with a state kept halfway."""
     half, second = torch.tensor([T // 2]).int().cuda(), torch.tensor([1]).int().cuda()
@@ -87,7 +82,7 @@ def checkpointed(T: int = 65536, H: int = 4) -> dict:
 
 
 def decode(N: int, S: int = 0, state: str = "bf16", **changes: Any) -> dict:
-    """With `S` drafts, the state after each token goes to a slot of its own."""
+    """A paged step; with `S` drafts the state after each token goes to a slot of its own."""
     table = torch.arange(N * (1 + S)).view((N, 1 + S) if S else (N,)).tolist()
     indices = tuple(map(tuple, table)) if S else tuple(table)
     return make_step(
@@ -96,23 +91,21 @@ def decode(N: int, S: int = 0, state: str = "bf16", **changes: Any) -> dict:
 
 
 def commit(N: int = 4, H: int = 4) -> dict:
-    pool, rows = torch.zeros(N, H, 128, 128, device="cuda"), torch.zeros(N, 2, H, 128, 128, device="cuda")
-    indices, counts = torch.arange(N, device="cuda").int(), torch.ones(N, device="cuda").int()
-    states = {"initial_state": pool, "intermediate_states": rows}
-    return states | {"ssm_state_indices": indices, "num_accepted_tokens": counts}
+    states = {"initial_state": torch.zeros(N, H, 128, 128), "intermediate_states": torch.zeros(N, 2, H, 128, 128)}
+    counts = {"ssm_state_indices": torch.arange(N).int(), "num_accepted_tokens": torch.ones(N).int()}
+    return {name: x.cuda() for name, x in (states | counts).items()}
+
+
+def sizes(T: int, H: int) -> dict[str, int]:
+    return {"T": T, "H": H, "HV": H, "K": 128, "V": 128}
 
 
 def float32(T: int = 512, H: int = 8) -> dict:
-    sizes = {"T": T, "H": H, "HV": H, "K": 128, "V": 128, "l2norm": False}
-    return prefill_call(Case("float32", "", **sizes), "cuda")
+    return prefill_call(Case("float32", "", **sizes(T, H), l2norm=False), "cuda")
 
 
 def wy(T: int = 2048, H: int = 8, **changes: Any) -> dict:
-    return make_wy(WyCase("wy", "", T=T, H=H, HV=H, K=128, V=128, log2=True, **changes), BF16, "cuda")
-
-
-def train(T: int = 1024, H: int = 4, **changes: Any) -> dict:
-    return trained(prefill(T, H, **changes))
+    return make_wy(WyCase("wy", "", **sizes(T, H), log2=True, **changes), BF16, "cuda")
 
 
 def trained(call: dict) -> dict:
@@ -122,13 +115,11 @@ def trained(call: dict) -> dict:
 
 
 def step(op: Op) -> Op:
-    grads: list[torch.Tensor] = []
+    ones = functools.cache(lambda shape, dtype: torch.ones(shape, dtype=dtype, device="cuda"))
 
     def forward_and_backward(**call: torch.Tensor) -> tuple:
         o, _ = op(**call)
-        if not grads:
-            grads.append(torch.ones_like(o).detach())
-        return torch.autograd.grad(o, [call[name] for name in LEAVES if name in call], grads[0])
+        return torch.autograd.grad(o, [call[name] for name in LEAVES if name in call], ones(o.shape, o.dtype))
 
     return forward_and_backward
 
@@ -143,12 +134,13 @@ OPS: dict[str, Callable[[Any], Op]] = {
     "train": lambda fd: step(fd.chunk_kda),
 }
 KEPT = {"disable_recompute": True}
+COLUMN = torch.arange(8).int().view(4, 2) // 2  # of a block table, as vLLM passes it
 
 
 HOST = {
     "prefill": ("prefill", prefill),
     "prefill, pool": ("prefill", lambda: prefill(N=4)),
-    "prefill, index column": ("prefill", lambda: prefill(N=4) | {"state_indices": column(4)}),
+    "prefill, index column": ("prefill", lambda: prefill(N=4) | {"state_indices": COLUMN.cuda()[:, 0]}),
     "prefill, states": ("prefill", lambda: prefill(options={"return_intermediate_states": True})),
     "recurrent": ("recurrent", lambda: as_recurrent(prefill(8, 4))),
     "decode": ("decode", lambda: decode(16)),
@@ -156,8 +148,8 @@ HOST = {
     "commit": ("commit", commit),
     "prefill fp32": ("prefill fp32", float32),
     "wy": ("wy", wy),
-    "train": ("train", train),
-    "train, kept": ("train", lambda: train(options=KEPT)),
+    "train": ("train", lambda: trained(prefill())),
+    "train, kept": ("train", lambda: trained(prefill(options=KEPT))),
 }
 
 GPU = {
@@ -180,29 +172,14 @@ GPU = {
     "train 8K H32, fp32 decays": ("train", lambda: trained(decays())),
     "train 8K H32 V64, unbounded": ("train", lambda: trained(decays(V=64, gate="logsigmoid"))),
     "train 8K H32 K64": ("train", lambda: trained(decays(K=64))),
-    "train 8K H32, softplus": ("train", lambda: train(8192, 32, **UNBOUNDED)),
-    "train 8K H32": ("train", lambda: train(8192, 32)),
-    "train 8K H32, kept": ("train", lambda: train(8192, 32, options=KEPT)),
+    "train 8K H32, softplus": ("train", lambda: trained(prefill(8192, 32, **UNBOUNDED))),
+    "train 8K H32": ("train", lambda: trained(prefill(8192, 32))),
+    "train 8K H32, kept": ("train", lambda: trained(prefill(8192, 32, options=KEPT))),
 }
 
 
-def microseconds(call: Callable[[], object], times: int) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(times):
-        call()
-    taken = time.perf_counter() - began
-    torch.cuda.synchronize()
-    return 1e6 * taken / times
-
-
-def least_microseconds(call: Op) -> float:
-    """The least of five times 20 calls: what else runs on the host only adds."""
-    return min(microseconds(call, 20) for _ in range(5))
-
-
 def in_turns(runs: dict[str, Op], measure: Callable[[Op], float]) -> dict:
-    """The medians of `ROUNDS` measurements of each, and their ratio."""
+    """Medians of `ROUNDS` measurements of each, and their ratio."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for name in timing.turns(runs, ROUNDS):
         taken[name].append(measure(runs[name]))
@@ -220,7 +197,7 @@ def host_rows(packages: dict) -> Iterator[dict]:
         for run in runs.values():
             for _ in range(5):
                 run()
-        yield {"row": f"{name}, replay", **in_turns(runs, least_microseconds)}
+        yield {"row": f"{name}, replay", **in_turns(runs, lambda run: timing.host_us(run, DEVICE, 20))}
     yield from first_rows(packages)
 
 
@@ -229,7 +206,7 @@ def first_rows(packages: dict) -> Iterator[dict]:
     taken: dict[str, list[float]] = {which: [] for which in packages}
     for i, which in enumerate(timing.turns(packages, 2 * ROUNDS)):
         run = functools.partial(packages[which].chunk_kda, **prefill(2048 + 16 * i))
-        taken[which].append(microseconds(run, 1))
+        taken[which].append(timing.host_us(run, DEVICE, 1, rounds=1))
     yield {"row": "prefill, first", **compared({which: statistics.median(x) for which, x in taken.items()})}
 
 
@@ -245,10 +222,9 @@ def gpu_microseconds(timer: Timer, run: Op) -> float:
 
 
 def kernel_rows(packages: dict) -> Iterator[dict]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    timer = Timer(device)
+    timer = Timer(DEVICE)
     for row in (row for row in PREFILL if row.usual and row.table != "shards"):
-        call = make_call(row.call, BF16, device)
+        call = make_call(row.call, BF16, DEVICE)
         runs = {which: functools.partial(fd.chunk_kda, **call) for which, fd in packages.items()}
         truth = chunked_truth(call)
         off = {which: errors(truth, ("o", "state"), flat(run())) for which, run in runs.items()}
@@ -266,8 +242,7 @@ def kernel_microseconds(run: Op, timer: Timer) -> dict[str, float]:
 
 
 def gpu_rows(packages: dict) -> Iterator[dict]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    timer = Timer(device)
+    timer = Timer(DEVICE)
     for name, (kind, make) in GPU.items():
         call = make()
         runs = {which: functools.partial(OPS[kind](fd), **call) for which, fd in packages.items()}
@@ -279,7 +254,7 @@ def gpu_rows(packages: dict) -> Iterator[dict]:
                     call[key].copy_(x)
                 results[which] = [*flat(run()), *(call[key].clone() for key in written)]
         same = all(torch.equal(a, b) for a, b in zip(results["ours"], results["base"], strict=True))
-        memory = {f"peak_{which}": peak_above(run, device) for which, run in runs.items()}
+        memory = {f"peak_{which}": peak_above(run, DEVICE) for which, run in runs.items()}
         row = in_turns(runs, functools.partial(gpu_microseconds, timer))
         yield {"row": name, **row, "same_bits": same, **memory}
         del call, runs, results, written
@@ -306,7 +281,7 @@ def main() -> None:
                 print(line(row), flush=True)
                 if options.out:
                     base = {"base": options.base_commit or commit_of(options.base)}
-                    save_json({"about": environment(torch.device("cuda")) | base, "rows": rows}, options.out)
+                    save_json({"about": environment(DEVICE) | base, "rows": rows}, options.out)
 
 
 def line(row: dict) -> str:

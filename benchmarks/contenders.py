@@ -25,7 +25,7 @@ PEERS = {
     "fla_gate": ("fla.ops.kda.gate", "kda_gate_fwd"),
     "fla_norm": ("fla.modules.norm.fused_norm_gate", "rms_norm_gated"),
     "fla_wy": ("fla.ops.kda.chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
-    "flash_kda": ("benchmarks.flashkda", "fwd"),
+    "flash_kda": ("benchmarks.flashkda", "operators"),
     "cudnn": ("cudnn.linear_attention.ops", "kimi_delta_attention"),
     "attn_gym": ("attn_gym.linear.kda", "chunk_kda"),
     "engine": ("tests.support.engine_kernels", "own_functions"),
@@ -56,37 +56,42 @@ def values_first(call: Mapping[str, Any], case: Case) -> Tensor | None:
     return state if state is None or case.v_first else state.mT.contiguous()
 
 
-def plain_heads(case: Case) -> str | None:
-    """Why a library for bounded gates, ungrouped heads and K = V = 128 can't run the case, if it can't."""
-    if case.gate == "lower_bound" and case.H == case.HV and (case.K, case.V) == (128, 128):
-        return None
-    return "takes bounded gates, as many value as key heads, K = V = 128"
+def refusal(case: Case, bounded: bool = True, ungrouped: bool = True) -> str | None:
+    """Why a library for K = V = 128, bounded gates, ungrouped heads can't run the case, if it can't."""
+    wanted = {
+        "bounded gates": not bounded or case.gate == "lower_bound",
+        "as many value as key heads": not ungrouped or case.H == case.HV,
+        "K = V = 128": (case.K, case.V) == (128, 128),
+    }
+    return None if all(wanted.values()) else f"takes {', '.join(x for x, there in wanted.items() if not there)}"
 
 
 # ---- whole sequences -----------------------------------------------------------------------------------------------------
 
 
-def flash_kda(forward: Callable, call: dict, case: Case) -> Callable[[], Results] | str:
-    """FlashKDA writes into buffers, states `[V, K]`."""
-    initial, refusal = values_first(call, case), plain_heads(case)
+def flash_kda(operators: Any, call: dict, case: Case) -> Callable[[], Results] | str:
+    """FlashKDA writes into buffers, states `[V, K]`. Its scratch memory is kept from call to call, as vLLM keeps it."""
+    if refused := refusal(case):
+        return refused
+    initial, given = values_first(call, case), [call[name].contiguous() for name in ("q", "k", "v", "g")]
+    size = operators.get_workspace_size(case.batch * case.tokens, case.H, case.sequences)
+    workspace = torch.empty(size, dtype=torch.uint8, device=call["q"].device)
+    gate = call["A_log"], call["dt_bias"].view(case.HV, case.K), case.lower_bound
 
     def run() -> Results:
         out = torch.empty_like(call["v"])
         state = call["v"].new_empty(case.sequences, case.HV, case.V, case.K, dtype=FP32)
-        tensors = [call[name] for name in ("q", "k", "v", "g", "beta")]
-        gate = call["A_log"], call["dt_bias"].view(case.HV, case.K), case.lower_bound
-        carried = {} if initial is None else {"initial_state": initial}
-        forward(*tensors, case.K**-0.5, out, *gate, final_state=state, cu_seqlens=call.get("cu_seqlens"), **carried)
+        states = initial, state, call.get("cu_seqlens"), None, None
+        operators.fwd(*given, call["beta"], case.K**-0.5, out, workspace, *gate, *states)
         return out, state if case.v_first else state.mT
 
-    return refusal or run
+    return run
 
 
 def attn_gym(op: Callable, call: dict, case: Case) -> Callable[[], Results] | str:
     """attention-gym normalises and makes gates by kernels of their own; states are `[V, K]`."""
-    refusal = plain_heads(case)
-    if refusal:
-        return refusal
+    if refused := refusal(case):
+        return refused
     kda = importlib.import_module("attn_gym.linear.kda")
     bound_gate = importlib.import_module("attn_gym.linear.kda.gate").bound_gate
     initial, offsets = values_first(call, case), call.get("cu_seqlens")
@@ -102,7 +107,7 @@ def attn_gym(op: Callable, call: dict, case: Case) -> Callable[[], Results] | st
 
 
 CUDNN = {"cudnn": "kda_hopper_cuda", "cudnn_ready": "kda_hopper_cuda", "cudnn_cute": "kda_hopper"}
-"""The engine by contender. "cudnn" gets our inputs; the others get ready ones, made before the clock starts, as the CuTe engine
+"""Engines by contender. "cudnn" gets our inputs; the others get ready ones, made before the clock starts, as the CuTe engine
 takes no others and cuDNN's own figures are of such."""
 
 
@@ -117,7 +122,7 @@ def made_ready(call: dict, case: Case) -> dict[str, Tensor]:
 
 
 def as_given(call: dict, case: Case) -> dict[str, Any]:
-    """With norms, gate and sigmoid in the kernel."""
+    """Arguments with norms, gate and sigmoid in the kernel."""
     flags = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate")
     gate = {"a_log": call["A_log"], "dt_bias": call["dt_bias"].view(case.HV, case.K)}
     return tokens_of(call) | gate | {"gate_lower_bound": case.lower_bound, **dict.fromkeys(flags, True)}
@@ -147,12 +152,7 @@ def bind_cudnn(op: Callable, name: str, call: dict, case: Case) -> Callable[[Map
 
 
 def cudnn_refusal(name: str, case: Case, training: bool = False) -> str | None:
-    """Why cuDNN can't run the row, if it can't."""
-    if (case.K, case.V) != (128, 128):
-        return "takes K = V = 128"
-    if case.H != case.HV and (training or name == "cudnn_cute"):
-        return "takes as many value as key heads"
-    return "takes bounded gates" if case.gate != "lower_bound" and name == "cudnn" and not training else None
+    return refusal(case, bounded=name == "cudnn" and not training, ungrouped=training or name == "cudnn_cute")
 
 
 def cudnn_prefills(op: Any, call: dict, case: Case) -> dict[str, Callable[[], Results] | str]:
@@ -174,10 +174,8 @@ def fla_wy(function: Callable, call: dict) -> Callable[[], Results]:
     indices, size = None, given["chunk_size"]
     if given.get("cu_seqlens") is not None:
         indices = importlib.import_module("fla.ops.utils").prepare_chunk_indices(given["cu_seqlens"], size)
-    given["scale"] = (
-        given["q"].shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
-    )  # its default is no number
-    return functools.partial(function, **given, chunk_indices=indices)
+    scale = given["scale"] or given["q"].shape[-1] ** -0.5  # its default is no number
+    return functools.partial(function, **given | {"scale": scale}, chunk_indices=indices)
 
 
 # ---- a step of decoding --------------------------------------------------------------------------------------------------

@@ -18,16 +18,14 @@ from tests.support.decoding import Step, make_step
 from tests.support.oracle import float64
 
 from . import contenders, engines, gate, workloads
+from .engines import CHECKED
 from .gate import PEER_TOLERANCE, Results
 from .run import Contender, Program, Setup, Work, in_launches, main
 from .workloads import Row, Served
 
-CHECKED = 2
-"""Sequences of a row that are held against float64."""
-
 TOLERANCE = 5e-3
 LEAST_LAUNCHES = 16
-"""In a graph: starting one takes some microseconds, which are not the steps'."""
+"""Launches in a graph: starting one takes some microseconds, which are not the steps'."""
 
 
 def state_bytes(step: Step) -> int:
@@ -79,6 +77,22 @@ def make(row: Row, setup: Setup) -> Work:
     return decode(row, setup) if row.call.update else verify(row, setup)
 
 
+def stepped(
+    call: dict, run: Callable, tables: Sequence[Tensor], slots: tuple[Tensor, ...], tolerance: float, host: bool = False
+) -> Contender:
+    """`slots` of the first sequences' last states, and those that are written, which are put back as they were: the third."""
+    ends, written, before = slots
+
+    def checked() -> Results:
+        call["output"].fill_(torch.nan)
+        run(tables[0])
+        found = call["initial_state"][ends]
+        call["initial_state"][written] = before
+        return call["output"][:CHECKED], found
+
+    return in_launches(run, tables, checked, tolerance, host)
+
+
 def decode(row: Row, setup: Setup) -> Work:
     step: Any = row.call
     call, slots = decode_calls(step, setup)
@@ -87,15 +101,7 @@ def decode(row: Row, setup: Setup) -> Work:
     before = call["initial_state"][flat]
 
     def contender(run: Callable[[Tensor], object], tolerance: float = TOLERANCE) -> Contender:
-        def checked() -> Results:
-            """The first sequences' outputs and states; the pool is put back as it was."""
-            call["output"].fill_(torch.nan)
-            run(slots[0])
-            after = call["initial_state"][flat]
-            call["initial_state"][flat] = before
-            return call["output"][:CHECKED], after
-
-        return in_launches(run, slots, checked, tolerance, host=step.N in (1, 32))
+        return stepped(call, run, slots, (flat, flat, before), tolerance, host=step.N in (1, 32))
 
     def fla(function: Any) -> Contender:
         return contender(lambda at: contenders.fla_step(function, call, at), PEER_TOLERANCE)
@@ -143,14 +149,7 @@ def verify(row: Row, setup: Setup) -> Work:
     def contender(
         run: Callable[[Tensor], object], tables: Sequence[Tensor], ends: Tensor, tolerance: float = TOLERANCE
     ) -> Contender:
-        def checked() -> Results:
-            call["output"].fill_(torch.nan)
-            run(tables[0])
-            found = pool[ends]
-            pool[some] = before
-            return call["output"][:CHECKED], found
-
-        return in_launches(run, tables, checked, tolerance)
+        return stepped(call, run, tables, (ends, some, before), tolerance)
 
     own, ends = starts[0][:CHECKED].long(), last(slots[0])
     ours = contender(functools.partial(commit, records), starts, own)
@@ -167,8 +166,7 @@ def verify(row: Row, setup: Setup) -> Work:
             contender(lambda at: fd.recurrent_kda(**bare, ssm_state_indices=at), starts, own), checked=ours.checked
         ),
         "fla": setup.peer(
-            "fla_decode",
-            lambda f: contender(lambda at: contenders.fla_step(f, call, at), slots, ends, PEER_TOLERANCE),
+            "fla_decode", lambda f: contender(lambda at: contenders.fla_step(f, call, at), slots, ends, PEER_TOLERANCE)
         ),
     }
     exact = float64({**call, "initial_state": before})

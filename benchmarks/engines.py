@@ -16,10 +16,12 @@ from tests.support.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
 
 from . import gate
 from .gate import PEER_TOLERANCE, Results
-from .run import Contender, Setup, Work, in_launches, summarize
+from .run import Contender, Setup, Work, in_launches
 from .workloads import Row
 
 CHECKED = 2
+"""Sequences of a row that are held against float64."""
+
 Step = Callable[[Tensor], Tensor]
 
 
@@ -27,28 +29,25 @@ def model_of(case: Any, setup: Setup) -> Model:
     return Model(case.H, case.K, case.lower_bound, BF16, case.state, str(setup.device))
 
 
-def own_functions(case: Any, setup: Setup) -> Any:
-    """The engine's kernels by name, or why there are none."""
-    own = setup.peers.get("engine", "not asked for")
-    try:
-        return own if isinstance(own, str) else own(case.layer)
-    except Exception as error:  # its kernels probe GPUs and Triton as they are imported
-        return summarize(error)
+def contenders(
+    case: Any,
+    setup: Setup,
+    ours: Any,
+    engine: Callable[[Any], Any],
+    make: Callable[[Any, float], Contender],
+    own: float,
+) -> dict[str, Contender | str]:
+    """Layers as contenders. `engine` makes one of the engine's kernels by name, which probe GPUs as they are imported; `own`:
+    our tolerance."""
+    theirs = setup.peer("engine", lambda functions: make(engine(functions(case.layer)), PEER_TOLERANCE))
+    return {"ours": make(ours, own), "engine": theirs}
 
 
-def layers(case: Any, setup: Setup, model: Model) -> dict[str, Any]:
-    layer, functions = LAYERS[case.layer], own_functions(case, setup)
-    return {
-        "ours": layer(model),
-        "engine": functions if isinstance(functions, str) else layer(model, functions, ours=False),
-    }
-
-
-def admitted(found: dict[str, Any], make: Callable[[Any, float], Contender], tolerance: float) -> dict[str, Any]:
-    return {
-        name: x if isinstance(x, str) else make(x, tolerance if name == "ours" else PEER_TOLERANCE)
-        for name, x in found.items()
-    }
+def layers(
+    case: Any, setup: Setup, model: Model, make: Callable[[Any, float], Contender], own: float
+) -> dict[str, Any]:
+    layer = LAYERS[case.layer]
+    return contenders(case, setup, layer(model), functools.partial(layer, model, ours=False), make, own)
 
 
 def prefill(row: Row, setup: Setup) -> Work:
@@ -63,14 +62,14 @@ def prefill(row: Row, setup: Setup) -> Work:
         batch = Batch(model, rows.clone(), case.lengths, dense)
 
         def checked() -> Results:
-            """From a pool of zeros, as SGLang's new sequences find it; its kernels write over v."""
+            """Outputs from a pool of zeros, as SGLang's new sequences find it; its kernels write over v."""
             pool.zero_()
             return (layer.prefill(Batch(model, rows.clone(), case.lengths, dense), pool, slots, flags),)
 
         return Contender(lambda: (layer.prefill(batch, pool, slots, flags),), tolerance, checked)
 
     want = torch.cat([exact_outputs(model, x) for x in rows.split(case.lengths)])[None]
-    found = admitted(layers(case, setup, model), make, TOLERANCE[BF16])
+    found = layers(case, setup, model, make, TOLERANCE[BF16])
     return Work(found, functools.partial(gate.errors, (want,), ("o",)))
 
 
@@ -87,7 +86,7 @@ def own_slots(setup: Setup, model: Model, count: int) -> tuple[int, list[Tensor]
 def stepped(
     run: Step, tables: Sequence[Tensor], written: Sequence[tuple[Tensor, Tensor]], some: Tensor, tolerance: float
 ) -> Contender:
-    """By CUDA graph. The first sequences' outputs and states are checked; `written` memory is put back as it was."""
+    """A step by CUDA graph. The first sequences' outputs and states are checked; `written` memory is put back as it was."""
 
     def checked() -> Results:
         o = run(tables[0])[:, : some.numel()].clone()
@@ -119,7 +118,7 @@ def decode(row: Row, setup: Setup) -> Work:
         )
         return stepped(run, tables, [(pool, before)], some, tolerance)
 
-    found = admitted(layers(case, setup, model), make, TOLERANCE_FOR_FEW)
+    found = layers(case, setup, model, make, TOLERANCE_FOR_FEW)
     errors = functools.partial(gate.errors, exact(model, batch, before, accepted if drafts else None), ("o", "state"))
     return Work(found, errors, {"bytes": (1 + each) * count * pool[0].nbytes}, len(slots))
 
@@ -157,9 +156,8 @@ def whole_step(row: Row, setup: Setup) -> Work:
     def make(run: Callable[..., Tensor], tolerance: float) -> Contender:
         return stepped(lambda at: run(batch, z, pool, windows, at), slots, written, some, tolerance)
 
-    own = own_functions(case, setup)
-    theirs = own if isinstance(own, str) else functools.partial(step.chain, own)
-    found = admitted({"ours": step.fused, "engine": theirs}, make, TOLERANCE_FOR_FEW)
+    theirs = functools.partial(functools.partial, step.chain)
+    found = contenders(case, setup, step.fused, theirs, make, TOLERANCE_FOR_FEW)
     apart = (torch.cat((x[:1], x)) for _, x in written)  # slot 0 is reserved
     few = len(some)
     o, states = step.exact(Batch(model, rows[:few], [1] * few), z[:few], *apart, model.index(range(1, few + 1)))

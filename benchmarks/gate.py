@@ -33,7 +33,7 @@ def errors(want: Sequence[Tensor], names: Sequence[str], found: Results) -> Erro
 
 
 def fault(found: Mapping[str, float], tolerance: float) -> str | None:
-    """The results past the tolerance, if any; a NaN is."""
+    """Names the results past the tolerance, if any; a NaN is."""
     wrong = [f"{name} {error:.1e}" for name, error in found.items() if not error <= tolerance]
     return f"wrong: error {', '.join(wrong)}, tolerance {tolerance:.0e}" if wrong else None
 

@@ -190,7 +190,7 @@ def train(row: Row, setup: Setup) -> Work:
         return Contender(both, tolerance, checked, more={"forward_ms": forward}, memory=True)
 
     def fla(functions: Mapping[str, Any]) -> Contender:
-        """As its layer: q, k and v are tensors of their own, with filters of their own."""
+        """FLA's kernels as its layer calls them: q, k and v are tensors of their own, with filters of their own."""
         heads, channels = heads_and_channels(case)
         rows, filters = (
             [y.detach().contiguous().requires_grad_() for y in t[name].split(channels, dim=dim)]
@@ -255,11 +255,7 @@ def around(row: Row, setup: Setup) -> Work:
 
 
 PROGRAM = Program(
-    "layer",
-    workloads.LAYER,
-    make,
-    peers=tuple(dict.fromkeys((*FLA_STEP, *FLA_LAYER))),
-    grad=torch.enable_grad,
+    "layer", workloads.LAYER, make, peers=tuple(dict.fromkeys((*FLA_STEP, *FLA_LAYER))), grad=torch.enable_grad
 )
 
 if __name__ == "__main__":

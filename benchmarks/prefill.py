@@ -10,7 +10,7 @@ import torch
 
 import flashdelta as fd
 from tests.support import prefills
-from tests.support.cases import BF16, FP32, Case
+from tests.support.cases import BF16, FP32
 from tests.support.inputs import make_call
 from tests.support.oracle import TOLERANCE, truth
 
@@ -23,20 +23,6 @@ RECURRENCE_TOKENS = 16384
 """Most tokens for which the truth is the recurrence, about 0.1 ms per token on a GPU; beyond, the chunked reference."""
 
 BOTH = ("eager", "graph")
-
-
-def bytes_of(case: Case, element: int = 2) -> int:
-    """Bytes that a forward must move: q, k, v and g read once, o written once."""
-    return case.B * case.tokens * (case.H * 2 * case.K + case.HV * (2 * case.V + case.K)) * element
-
-
-def explained(op: Any, call: dict, backend: str) -> dict[str, object]:
-    """The backend that runs the call, and the number of segments of each sequence."""
-    try:
-        found = fd.explain(op, **call, backend=backend)
-    except ValueError:
-        return {"backend": None}
-    return {"backend": found.chosen} | ({} if found.segments is None else {"segments": found.segments})
 
 
 def make(row: Row, setup: Setup) -> Work:
@@ -71,7 +57,11 @@ def prefill(row: Row, setup: Setup) -> Work:
         offsets = call.get("cu_seqlens")
         made |= {"whole": ours(split=False)}
         made |= {"cu_seqlens_cpu": ours(cu_seqlens_cpu=offsets.cpu())} if offsets is not None else {}
-    facts = {"bytes": bytes_of(case), **explained(fd.chunk_kda, call, setup.backend)}
+    chosen = fd.explain(fd.chunk_kda, **call, backend=setup.backend)
+    # q, k, v and g are read once, o is written once
+    moved = 2 * case.B * case.tokens * (case.H * 2 * case.K + case.HV * (2 * case.V + case.K))
+    facts: dict[str, object] = {"bytes": moved, "backend": chosen.chosen}
+    facts |= {} if chosen.segments is None else {"segments": chosen.segments}
     return Work(made, functools.partial(gate.errors, want, ("o", "state")), facts)
 
 

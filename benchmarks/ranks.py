@@ -6,9 +6,8 @@ the whole call on one GPU, where it has room for that.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -96,12 +95,10 @@ def measured(case: Any, options: Mapping[str, Any], group: dist.ProcessGroup, de
             faults = [gate.fault({x: error}, tolerances[x != "o"]) for x, error in off.items()]
             problems |= {name: "; ".join(filter(None, faults))} if any(faults) else {}
     timed = {name: run for name, run in runs.items() if name not in problems}
-    timer = options["timer"] or timing.Timer(device)
-    for name, samples in in_turns(timed, options["rounds"], device, timer).items():
-        found[name]["cold_ms"] = statistics.median(samples)
-    cold = {name: found[name]["cold_ms"] for name in timed}
-    for name, ms in sustained(timed, cold, device, timer).items():
-        found[name]["sustained_ms"] = ms
+    timer = Slowest(options["timer"] or timing.Timer(device), device)
+    cold, sustained = timing.cold(timed, timer, options["rounds"]), timing.sustained(timed, timer)
+    for name in timed:
+        found[name] |= {"cold_ms": cold[name], "sustained_ms": sustained[name]}
     for name in ("one", "ours"):
         peak = timing.peak_above(timed[name], device) if name in timed else None
         if peak is not None:
@@ -192,28 +189,24 @@ def errors(case: Any, runs: Runs, call: dict, offsets: Tensor, context: ContextP
     return found
 
 
-def in_turns(runs: Mapping[str, Any], rounds: int, device: torch.device, timer: Callable) -> dict[str, Sequence[float]]:
-    """Milliseconds of each sample, the slowest rank's. All ranks take the same turns."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for name in timing.turns(runs, rounds):
-        synchronize(device)
+class Slowest:
+    """Times of the slowest rank, which all ranks see: they take the same turns and make as many calls."""
+
+    def __init__(self, timer: Any, device: torch.device):
+        self.timer, self.device = timer, device
+
+    def __call__(self, run: timing.Run) -> float:
+        return self.most(self.timer, run)
+
+    def span(self, run: timing.Run, calls: int) -> float:
+        return self.most(self.timer.span, run, calls)
+
+    def most(self, time: Callable[..., float], *arguments: Any) -> float:
+        synchronize(self.device)
         dist.barrier()
-        taken[name].append(timer(runs[name]))
-    slowest = torch.tensor([*taken.values()], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return dict(zip(taken, slowest.tolist()))
-
-
-def sustained(runs: Runs, cold: Mapping[str, float], device: torch.device, timer: Any) -> dict[str, float]:
-    """As `timing.sustained`, the slowest rank's. All ranks make as many calls, by the cold times."""
-    counts = {name: max(round(timing.TURN_MS / ms), 3) for name, ms in cold.items()}
-
-    def second_half(name: str) -> float:
-        timer.span(runs[name], counts[name])
-        return timer.span(runs[name], counts[name]) / counts[name]
-
-    taken = in_turns({name: name for name in runs}, timing.TURNS, device, second_half)
-    return {name: statistics.median(samples) for name, samples in taken.items()}
+        ms = torch.tensor(time(*arguments), dtype=torch.float64, device=self.device)
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        return ms.item()
 
 
 PROGRAM = Program("ranks", workloads.RANKS, peers=("fla",), measure=measure)

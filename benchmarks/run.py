@@ -220,11 +220,6 @@ def measure(program: Program, row: Row, setup: Setup) -> dict:
 # ---- files -------------------------------------------------------------------------------------------------------------
 
 
-def gpu_slug(name: str | None) -> str:
-    """`h100` of "NVIDIA H100 80GB HBM3"."""
-    return (name or "cpu").removeprefix("NVIDIA ").split(" ")[0].lower()
-
-
 def load(path: Path) -> dict:
     return json.loads(path.read_text())
 
@@ -308,7 +303,8 @@ def main(program: Program, arguments: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise ValueError("no NVIDIA GPU; rows are full-size calls")
         device = default_device()
-        path = asked.out or RESULTS / f"{program.name}-{gpu_slug(torch.cuda.get_device_name(device))}.json"
+        gpu = torch.cuda.get_device_name(device).removeprefix("NVIDIA ").split(" ")[0].lower()
+        path = asked.out or RESULTS / f"{program.name}-{gpu}.json"
         require_writable("--out", path)
     except ValueError as error:
         known.error(str(error))

@@ -1,14 +1,12 @@
-"""Writes the marked tables of documents and README's picture from benchmarks/results: `python -m benchmarks.tables [--check]`.
+"""Writes the marked tables of documents and README's picture from benchmarks/results: `python -m benchmarks.tables`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +25,7 @@ TITLES = dict(
 TITLES |= dict(ieee="plain float32", fla_bf16="FLA bf16", one="one GPU", no_relay="without relay", gather="all-gather")
 TITLES |= dict(chain="single operators", bare="attention alone", whole="not split", share="of the copy rate")
 
-WAYS = {
-    "sustained": "Times are sustained",
-    "graph cold": "Times are cold, by CUDA graph",
-}
+WAYS = {"sustained": "Times are sustained", "graph cold": "Times are cold, by CUDA graph"}
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
 
@@ -125,22 +120,15 @@ class Table:
         return row["name"] in self.rows or (row["table"] in self.rows and not gates and "[" not in row["name"])
 
 
-@dataclass(frozen=True)
-class Kernels:
+def kernels(results: str, *names: str) -> str:
     """Microseconds of each kernel of ours, a column per row of a results file."""
-
-    results: str
-    rows: tuple[str, ...]
-
-    def __call__(self) -> str:
-        rows = [x for x in load(RESULTS / f"{self.results}.json")["rows"] if x["name"] in self.rows]
-        each = [{x["kernel"]: x for x in row["contenders"]["ours"]["kernels"]} for row in rows]
-        names = dict.fromkeys(name for kernels in each for name in kernels if name.endswith("_kernel"))
-        table = [["us", *(row["name"] for row in rows)]]
-        for name in names:
-            times = [f"{x[name]['ms'] * 1e3:.0f}" if name in x else "-" for x in each]
-            table.append([f"`{name.removesuffix('_kernel')}`", *times])
-        return markdown(table)
+    rows = [x for x in load(RESULTS / f"{results}.json")["rows"] if x["name"] in names]
+    each = [{x["kernel"]: x for x in row["contenders"]["ours"]["kernels"]} for row in rows]
+    table = [["us", *(row["name"] for row in rows)]]
+    for name in dict.fromkeys(name for found in each for name in found if name.endswith("_kernel")):
+        times = [f"{x[name]['ms'] * 1e3:.0f}" if name in x else "-" for x in each]
+        table.append([f"`{name.removesuffix('_kernel')}`", *times])
+    return markdown(table)
 
 
 SUSTAINED = ("ours sustained", "fla sustained", "cudnn sustained", "fla/ours sustained")
@@ -165,7 +153,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode-h200": Table("decode-h200", tuple(SHOWN), STEP, "us"),
     "engines-h100": Table("decode-h100", SERVED, ENGINE, "us"),
     "train-h200": Table("train-h200", ("train",), TRAIN),
-    "train-kernels": Kernels("train-h200", ("B1 T8192 H32", "B1 T8192 H32 softplus")),
+    "train-kernels": lambda: kernels("train-h200", "B1 T8192 H32", "B1 T8192 H32 softplus"),
     "wy-h200": Table("train-h200", ("wy",), WY, "us"),
     "layer-h100": Table("layer-h100", tuple(f"decode {name}" for name in SHOWN), LAYER, "us"),
     "layer-train-h100": Table("layer-h100", ("train",), TRAIN),
@@ -185,29 +173,26 @@ HEADLINES = {
 """README's rows: results file, row and unit."""
 
 
-def headlines() -> dict[str, tuple[str, str, float]]:
-    """By headline: sustained times of ours and FLA's in its unit, and their ratio."""
+def headlines() -> dict[str, tuple[str, str, float, str]]:
+    """Sustained times of ours and FLA's by headline, in its unit, their ratio, and the commit."""
     found = {}
     for what, (results, name, unit) in HEADLINES.items():
-        row = next(x for x in load(RESULTS / f"{results}.json")["rows"] if x["name"] == name)
+        document = load(RESULTS / f"{results}.json")
+        row = next(x for x in document["rows"] if x["name"] == name)
         kind = "graph sustained" if value(row, "ours", "graph sustained") else "sustained"
         ours, fla = (f"{cell(row, f'{who} {kind}', unit, 1.0)} {unit}" for who in ("ours", "fla"))
-        found[what] = ours, fla, ratio(row, f"fla/ours {kind}") or 0.0
+        found[what] = ours, fla, ratio(row, f"fla/ours {kind}") or 0.0, document["runs"][row["run"]]["commit"][:7]
     return found
 
 
 def readme() -> str:
     lines = [["", "ours", "FLA", "FLA/ours", "GPU", "commit", "repeat with"]]
-    for what, (ours, fla, times) in headlines().items():
+    for what, (ours, fla, times, commit) in headlines().items():
         results, name, _ = HEADLINES[what]
-        document = load(RESULTS / f"{results}.json")
-        run = next(x["run"] for x in document["rows"] if x["name"] == name)
         program, gpu = results.split("-")
         repeat = f'`python -m benchmarks.{program} --rows "{name}"`'
         link = f"[{what}](benchmarks/results/{results}.json)"
-        lines.append(
-            [link, ours, fla, f"{times:.2f}x", gpu.upper(), f"`{document['runs'][run]['commit'][:7]}`", repeat]
-        )
+        lines.append([link, ours, fla, f"{times:.2f}x", gpu.upper(), f"`{commit}`", repeat])
     return markdown(lines)
 
 
@@ -220,7 +205,7 @@ def picture() -> str:
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
-    for i, (what, (ours, fla, times)) in enumerate(rows.items()):
+    for i, (what, (ours, fla, times, _)) in enumerate(rows.items()):
         y, bar = 32 + 46 * i, width / times
         what = f"{what}, {HEADLINES[what][0][-4:].upper()}"
         parts += [
@@ -250,18 +235,12 @@ def changed() -> dict[Path, str]:
     return {path: text for path, text in made.items() if not path.exists() or path.read_text() != text}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something differs")
-    asked = parser.parse_args(arguments)
-    found = changed()
-    for path, text in found.items():
-        print(f"{'differs' if asked.check else 'wrote'}: {path.relative_to(ROOT)}")
-        if not asked.check:
-            with whole_file(path) as unfinished:
-                unfinished.write_text(text)
-    return int(asked.check and bool(found))
+def main() -> None:
+    for path, text in changed().items():
+        print(f"wrote: {path.relative_to(ROOT)}")
+        with whole_file(path) as unfinished:
+            unfinished.write_text(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -65,15 +65,6 @@ def random_lengths(count: int, total: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total]))
 
 
-def lengths_named(name: str) -> tuple[int, ...]:
-    """`2x16K+512` is two sequences of 16384 tokens and one of 512."""
-    lengths: list[int] = []
-    for term in name.split("+"):
-        count, _, size = term.rpartition("x")
-        lengths += [int(size.removesuffix("K")) * (1024 if size.endswith("K") else 1)] * int(count or 1)
-    return tuple(lengths)
-
-
 RANDOM = random_lengths(20, 8192)
 
 # ---- prefill -------------------------------------------------------------------------------------------------------------
@@ -124,10 +115,14 @@ _SHARDS = (
 """Shapes that cuDNN's kernels were tuned on, parts of shipped models: N sequences of one length, T tokens in all, each of which
 goes on from a state. Only with named gates."""
 
+SEGMENTED = {
+    **{"8x256": (256,) * 8, "8x1K": (1024,) * 8, "1K+1+63+65+129": (1024, 1, 63, 65, 129), "2x16K": (16384,) * 2},
+    **{"8K": (8192,), "32K": (32768,), "128K": (131072,), "128K+5x1K": (131072, *(1024,) * 5)},
+}
 _SPLIT = tuple(
-    Row(model(f"{name} H{H}", "cut into segments, and whole", H, lengths=lengths_named(name)), "split", False)
+    Row(model(f"{name} H{H}", "cut into segments, and whole", H, lengths=lengths), "split", False)
     for H in (4, 8)
-    for name in ("8x256", "8x1K", "1K+1+63+65+129", "8K", "32K", "128K", "2x16K", "128K+5x1K")
+    for name, lengths in SEGMENTED.items()
 )
 
 
@@ -271,18 +266,8 @@ class LayerCall(Case):
 
 def layer_step_row(N: int, H: int, state: str, why: str, **changes: Any) -> Row:
     """A step of decoding of the layer: a token for each of `N` sequences."""
-    sizes = {
-        "B": N,
-        "H": H,
-        "HV": H,
-        "K": 128,
-        "V": 128,
-        "layout": "dense",
-        "indices": None,
-        "memory": "long",
-        **changes,
-    }
-    return Row(FusedStep(f"decode N{N} H{H} {state}", why, state=STATES[state], **sizes), "step")
+    sizes = {"B": N, "H": H, "HV": H, "K": 128, "V": 128, "layout": "dense", "indices": None, "memory": "long"}
+    return Row(FusedStep(f"decode N{N} H{H} {state}", why, state=STATES[state], **sizes | changes), "step")
 
 
 def layer_call_row(name: str, why: str, part: str, **changes: Any) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 
@@ -13,10 +12,6 @@ from hypothesis import settings
 from flashdelta.problem import device_checks
 
 from .support.gpus import visible_gpus
-
-# Triton decides at import whether its kernels are interpreted, so they have a session of their own. Gluon's interpreter reads
-# what the compiler would.
-collect_ignore = ["gluon" if os.environ.get("TRITON_INTERPRET") == "1" else "interpreter"]
 
 # The same examples in every run: a test passes or fails.
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)

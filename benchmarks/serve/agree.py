@@ -1,5 +1,5 @@
-"""Whether layers compute the same with flashdelta and without: every token that a KDA layer serves is recorded with the layer's
-inputs, and each sequence is held against one float64 run of the layer on those inputs.
+"""Compares layers with flashdelta and without: every token that a KDA layer serves is recorded with the layer's inputs, and
+each sequence is held against one float64 run of the layer on those inputs.
 
 A recorded row finds its sequence by position and token: the prompt and the outputs of request i have tokens of class i alone.
 """
@@ -23,7 +23,7 @@ ROWS = 60_000
 """Tokens that a layer's tape has room for."""
 
 NOW = SimpleNamespace(input_ids=None, positions=None, tapes={})
-"""What the model was called with last, and a tape for each layer by its prefix."""
+"""Inputs of the model's last call, and a tape for each layer by its prefix."""
 
 
 class Tape:
@@ -46,7 +46,7 @@ class Tape:
 
 
 def is_real(m, n: int):
-    """Which of a step's rows are tokens: graphs have others, too."""
+    """Tells which of a step's rows are tokens: graphs have others, too."""
     import torch
 
     rows = torch.arange(n, device="cuda")
@@ -126,7 +126,7 @@ def exact(layer, rows: dict, heads: int = 16):
 
 
 def errors(sequences: list[list[int]]) -> list[dict]:
-    """Of each layer: the relative error of all tokens, of the worst one, of tokens far into a sequence, and how many tokens
+    """Measures by layer the relative error of all tokens, of the worst one, of tokens far into a sequence, and how many tokens
     were compared; `missing` sequences have tokens that were not recorded."""
     import torch
 
@@ -167,16 +167,13 @@ def own(i: int, n: int, period: int | None = None) -> list[int]:
 
 def serve(llm, prompts: list[list[int]], counts: list[int], classes: list[int]) -> tuple[list[list[int]], int]:
     """The tokens that layers see of each request, and how many came from the prefix cache."""
-    from vllm import SamplingParams
-
-    common = dict(temperature=0.0, ignore_eos=True, detokenize=False)
-    allowed = [[*range(c + CLASSES, VOCABULARY, CLASSES)] for c in classes]
-    params = [SamplingParams(max_tokens=n, allowed_token_ids=x, **common) for n, x in zip(counts, allowed)]
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    allowed = [{"allowed_token_ids": [*range(c + CLASSES, VOCABULARY, CLASSES)]} for c in classes]
+    _, outputs = run(llm, prompts, counts, allowed)
     hits = sum(getattr(o, "num_cached_tokens", None) or 0 for o in outputs)
     return [p + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs)], hits
 
 
+PROMPTS = [{"prompt_logprobs": 1}]
 LENGTHS = (3, 17, 64, 65, 129, 500, 1000, 2047, 4000, 20000)
 
 
@@ -217,8 +214,8 @@ def scores(llm) -> dict[str, list[list[float]]]:
     def of(outputs) -> list[list[float]]:
         return [[x[t].logprob for t, x in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])] for o in outputs]
 
-    together = of(run(llm, texts, 1, prompt_logprobs=1)[1])
-    return {"together": together, "alone": [of(run(llm, [text], 1, prompt_logprobs=1)[1])[0] for text in texts]}
+    together = of(run(llm, texts, 1, PROMPTS * len(texts))[1])
+    return {"together": together, "alone": [of(run(llm, [text], 1, PROMPTS)[1])[0] for text in texts]}
 
 
 def report(llm, name: str) -> dict:
@@ -279,11 +276,11 @@ def geometric(rows: list[dict]) -> float | None:
 
 
 LAYER, MEAN, ITSELF = 1.05, 1.0, 3.0
-"""What on may have of off's error: in a layer, and in the geometric mean of all; and of what off differs from itself."""
+"""Bounds of on's error over off's: in a layer, and in the geometric mean of all; and of what off differs from itself."""
 
 
 def passes(rows: list[dict], logs: list[dict]) -> list[str]:
-    """What does not."""
+    """Lists what exceeds its bound."""
     wrong = [f"{r['scenario']}, {r['part']}, layer {r['layer']}: {r['ratio']}" for r in rows
              if not (r["ratio"] is not None and r["ratio"] <= LAYER) or any(r["missing"])]  # fmt: skip
     for name in dict.fromkeys(r["scenario"] for r in rows):
@@ -295,7 +292,7 @@ def passes(rows: list[dict], logs: list[dict]) -> list[str]:
 
 
 def table(rows: list[dict], logs: list[dict]) -> str:
-    """In Markdown: errors against float64 of the layers together, and the largest ratio of one."""
+    """Writes in Markdown errors against float64 of the layers together, and the largest ratio of one."""
     lines = [
         "| model | what is served | tokens | off | on | on / off, by layer |",
         "| --- | --- | ---: | ---: | ---: | --- |",

@@ -84,17 +84,12 @@ def download(work: Path, wheels: Path) -> None:
 
 
 def pack(out: Path, piece: str, root: Path, names: list[str]) -> str:
-    """Sorted and without times and owners: the same wheels make the same pieces."""
-
-    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-        info.mtime = info.uid = info.gid = 0
-        info.uname = info.gname = ""
-        return info
-
+    """Packs sorted and without times and owners: the same wheels make the same pieces."""
+    plain = {"mtime": 0, "uid": 0, "gid": 0, "uname": "", "gname": ""}
     target = out / f"{piece}.tar.xz"
     with lzma.open(target, "wb", preset=9) as f, tarfile.open(fileobj=f, mode="w") as tar:
         for name in sorted(names):
-            tar.add(root / name, name, recursive=False, filter=plain)
+            tar.add(root / name, name, recursive=False, filter=lambda info: info.replace(**plain))
     return f"{target}: {len(names)} files, {target.stat().st_size / 1e6:.1f} MB"
 
 

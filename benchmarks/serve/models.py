@@ -158,14 +158,15 @@ def repeated(seed: int, n: int, period: int = 20) -> list[int]:
     return (tokens(seed, period) * (1 + n // period))[:n]
 
 
-def run(llm, prompts: list, n, **named) -> tuple[float, list]:
-    """Seconds, and the outputs, of `n` greedy tokens after each prompt (a list: of each its own number)."""
+def run(llm, prompts: list, n, options: list[dict] | None = None) -> tuple[float, list]:
+    """Seconds, and the outputs, of `n` greedy tokens after each prompt (a list: of each its own number, and `options`)."""
     import torch
     from vllm import SamplingParams
 
     counts = n if isinstance(n, list) else [n] * len(prompts)
-    common = dict(temperature=0.0, ignore_eos=True, detokenize=False) | named
-    params = [SamplingParams(max_tokens=count, **common) for count in counts]
+    common = dict(temperature=0.0, ignore_eos=True, detokenize=False)
+    each = options or [{}] * len(prompts)
+    params = [SamplingParams(max_tokens=count, **common | own) for count, own in zip(counts, each)]
     torch.cuda.synchronize()
     begin = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -180,7 +181,7 @@ def counters(llm, *words: str) -> dict[str, float]:
 
 
 def described(llm) -> dict:
-    """What is behind the numbers: versions, options, and what flashdelta says of itself."""
+    """Describes what is behind the numbers: versions, options, and what flashdelta says of itself."""
     import torch
     import triton
     import vllm

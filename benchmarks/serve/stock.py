@@ -1,4 +1,4 @@
-"""Where vLLM is installed: `vllm bench serve` against a real model, without flashdelta and with it, in turn.
+"""Runs `vllm bench serve` of an installed vLLM against a real model, without flashdelta and with it, in turn.
 
     python benchmarks/serve/stock.py moonshotai/Kimi-Linear-48B-A3B-Instruct [-- --tensor-parallel-size 4 ...]
 
@@ -14,9 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 USERS = (1, 32, 128)
@@ -30,21 +27,13 @@ def measured(model: str, options: list[str], on: bool) -> dict[str, float]:
     command = ["vllm", "serve", model, "--port", str(PORT), "--trust-remote-code", *options]
     server = subprocess.Popen(command, env=environment)
     try:
-        while True:
-            time.sleep(2)
-            if server.poll() is not None:
-                raise SystemExit(f"vllm serve ended with {server.returncode}")
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2)
-                break
-            except (urllib.error.URLError, OSError):
-                continue
         found: dict[str, float] = {}
         for users in USERS:
             with tempfile.TemporaryDirectory() as folder:
                 bench = f"""vllm bench serve --model {model} --port {PORT} --trust-remote-code --dataset-name random
                     --random-input-len 8192 --random-output-len 128 --ignore-eos --max-concurrency {users}
-                    --num-prompts {max(8, 2 * users)} --num-warmups {min(users, 8)} --save-result --result-dir {folder}"""
+                    --num-prompts {max(8, 2 * users)} --num-warmups {min(users, 8)} --save-result --result-dir {folder}
+                    --ready-check-timeout-sec 3600"""
                 subprocess.run(bench.split(), check=True)
                 numbers = json.loads(next(Path(folder).glob("*.json")).read_text())
             found |= {f"{users} users: {said}": numbers[name] for name, said in NUMBERS.items()}

@@ -1,4 +1,4 @@
-"""What a server takes: time to the first token, steps, tokens per second, drafts; off and on in turn."""
+"""Times of a server: time to the first token, steps, tokens per second, drafts; off and on in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPTS = (1024, 8192, 65536)
 BATCHES = (1, 32, 128)
 STEPS = 96
 REQUESTS, LONG, SHORT = 64, 8192, 32
-"""Of the tokens per second: requests at once, tokens in, tokens out."""
+"""Load under which tokens per second are counted: requests at once, tokens in, tokens out."""
 
 RATES = ("tokens/s",)
 """Rows in which more is better begin so."""

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 COMPILED = re.compile(r"JIT compilation during inference: (\w+)")
-"""What vLLM's monitor says of a kernel that is compiled while it serves."""
+"""Pattern of what vLLM's monitor says of a kernel that is compiled while it serves."""
 
 
 def environment(mode: str, work: str) -> dict[str, str]:

@@ -61,9 +61,8 @@ def compile_all(chains: Iterable[Toolchain]) -> None:
         spilling = {entry: costs for entry, costs in compiled.items() if costs.spill_bytes}
         print(f"Triton {triton}: {len(entries)} entries, {len(spilling)} spill; {len(lines)} wrong or not as recorded")
         print(*lines, sep="\n")
-        for variant in hot.HOT:
-            costs = variant.costs(compiled)
-            print(f"  {variant.name}: {costs.registers} registers, {costs.spill_bytes} bytes spilled", flush=True)
+        for kernel, variant, costs in hot.hot_costs(compiled):
+            print(f"  {kernel}, {variant}: {costs.registers} registers, {costs.spill_bytes} bytes spilled", flush=True)
         wrong += len(lines)
     sys.exit(wrong > 0)
 

@@ -1,4 +1,4 @@
-"""What every case of the tables launches: grids, constants, options and kinds of arguments, from meta tensors.
+"""Records what every case of the tables launches: grids, constants, options and kinds of arguments, from meta tensors.
 
 `launches.tsv` holds a line a case, table and backend: how many launches, and a digest of them for all architectures. Names are
 left out, so that a rename changes nothing. `make record` writes the file.
@@ -44,7 +44,7 @@ Traces = dict[str, str]
 
 
 def kind(x: object, storages: dict[int, int]) -> object:
-    """Of an argument. Storages are numbered as they appear, so that what one launch leaves another shows."""
+    """Kind of an argument. Storages are numbered as they appear, so that what one launch leaves another shows."""
     tensor = getattr(x, "base", x)
     if not isinstance(tensor, Tensor):
         return x
@@ -54,7 +54,7 @@ def kind(x: object, storages: dict[int, int]) -> object:
 
 
 def trace(launches: Iterable[Launch]) -> list[tuple]:
-    """What the launches are, by position."""
+    """Describes the launches by position."""
     storages: dict[int, int] = {}
     found = list(launches)  # all at once: a storage that is gone could give its identity to another
     return [
@@ -110,19 +110,15 @@ def cases() -> Iterator[Traced]:
             yield Traced(f"recurrent {name}, triton", fd.fused_recurrent_kda, as_recurrent(call))
         if takes_hopper(on_gpu(case)):
             yield from both_ways(f"chunk {case.name}", wide, "hopper")
-    for pool in PLAIN_POOLS + CHECKPOINT_POOLS:
-        call = pool_call(pool, BF16)
-        yield Traced(f"pool {pool.name}, triton", fd.chunk_kda, call)
-        if pool in PLAIN_POOLS:
-            yield Traced(f"recurrent pool {pool.name}, triton", fd.fused_recurrent_kda, as_recurrent_pool(call))
-        if takes_hopper(on_gpu(pool.case)):
-            call = pool_call(replace(pool, case=on_gpu(pool.case)), BF16)
-            yield Traced(f"pool {pool.name}, hopper", fd.chunk_kda, call, "hopper")
-    for buffer_case in BUFFERS + SPLITS:
-        yield Traced(f"buffer {buffer_case.name}, triton", fd.chunk_kda, buffer_call(buffer_case, BF16))
-        if takes_hopper(on_gpu(buffer_case.case)):
-            call = buffer_call(replace(buffer_case, case=on_gpu(buffer_case.case)), BF16)
-            yield Traced(f"buffer {buffer_case.name}, hopper", fd.chunk_kda, call, "hopper")
+    for pool in PLAIN_POOLS:
+        call = as_recurrent_pool(pool_call(pool, BF16))
+        yield Traced(f"recurrent pool {pool.name}, triton", fd.fused_recurrent_kda, call)
+    stored = [("pool", case, pool_call) for case in PLAIN_POOLS + CHECKPOINT_POOLS]
+    for kind, case, make in [*stored, *(("buffer", case, buffer_call) for case in BUFFERS + SPLITS)]:
+        yield Traced(f"{kind} {case.name}, triton", fd.chunk_kda, make(case, BF16))
+        wide = replace(case, case=on_gpu(case.case))
+        if takes_hopper(wide.case):
+            yield Traced(f"{kind} {case.name}, hopper", fd.chunk_kda, make(wide, BF16), "hopper")
     for parts in (2, 5, "auto"):
         calls = {str(lengths): split_call(lengths) for lengths in LENGTHS} | {"pool": split_pool_call()}
         for name, call in calls.items():
@@ -137,8 +133,8 @@ def cases() -> Iterator[Traced]:
     for state in (FP32, BF16):
         yield Traced(f"commit {state}", fd.commit, commit_call(state))
     for step in REPLAYED:
-        records = {"intermediate_states": replay_buffer(step)}
-        yield Traced(f"decode {step.name} by replay, triton", fd.recurrent_kda, make_step(step, BF16) | records)
+        call = make_step(step, BF16) | {"intermediate_states": replay_buffer(step)}
+        yield Traced(f"decode {step.name} by replay, triton", fd.recurrent_kda, call)
     for v_first in (True, False):
         call = commit_call() | {"intermediate_states": fd.replay_buffer(6, 2, 2, *((4, 8) if v_first else (8, 4)))}
         yield Traced(f"commit by replay, {'V' if v_first else 'K'} first", fd.commit, call | {"state_v_first": v_first})

@@ -1,4 +1,4 @@
-"""What the machine code of every kernel is: a line for each (kernel, variant, architecture), a file for each Triton version.
+"""Records the machine code of every kernel: a line for each (kernel, variant, architecture), a file for each Triton version.
 
 A line holds what the code costs, a hash of it, the fingerprint of all that determines it (`variants.fingerprint`) and a
 digest of the line, so that nobody edits it by hand. `make record` writes the files.
@@ -30,10 +30,10 @@ SOURCES = (
     *(f"tests/support/{name}.py" for name in MAKERS),
     *("tests/__init__.py", "tests/compile/__init__.py", "tests/compile/variants.py"),
 )
-"""What the fingerprints depend on but for Triton itself; `test_machine_code_is_as_recorded` sees that it is all."""
+"""Files that fingerprints depend on but for Triton itself; `test_machine_code_is_as_recorded` sees that it is all."""
 
 DEVICE_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""What a CTA may use on the device: 163, 99 and 227 KB."""
+"""Bytes that a CTA may use on the device: 163, 99 and 227 KB."""
 
 
 @dataclass(frozen=True, order=True)
@@ -75,7 +75,7 @@ def recorded_tritons() -> list[str]:
 
 
 def columns(entry: Entry, costs: Costs) -> tuple[str, ...]:
-    """Of a line, but for the digest."""
+    """Columns of a line, but for the digest."""
     return tuple(map(str, (entry.arch, entry.variant, entry.kernel, *astuple(costs), entry.fingerprint)))
 
 
@@ -148,7 +148,7 @@ def holds_sources(triton: str) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of the entries that the source makes with those recorded: `same` ones, by what is recorded; `stale` ones, whose
+    """Entries that the source makes, beside those recorded: `same` ones, by what is recorded; `stale` ones, whose
     fingerprint changed, by what was recorded under their name; `missing` ones; `gone` ones, which nothing makes any more."""
 
     same: dict[Entry, Costs]
@@ -158,12 +158,12 @@ class Comparison:
 
     @property
     def new(self) -> list[Entry]:
-        """What is to be compiled."""
+        """Entries to compile."""
         return [*self.stale, *self.missing]
 
     @property
     def before(self) -> dict[Entry, Costs]:
-        """What is recorded, or was before the source changed."""
+        """Costs that are recorded, or were before the source changed."""
         return self.same | self.stale
 
 
@@ -179,7 +179,7 @@ def compare(entries: Iterable[Entry], records: Records) -> Comparison:
 
 
 def faults(costs: Costs, arch: int) -> list[str]:
-    """What no machine code may have, recorded or not."""
+    """Faults that no machine code may have, recorded or not."""
     found = []
     if costs.late_operands:
         found.append(f"{costs.late_operands} operands of asynchronous MMAs are written late, at most 0")
@@ -193,7 +193,7 @@ def all_faults(compiled: Records) -> list[str]:
 
 
 def violations(comparison: Comparison, compiled: dict[Entry, Costs]) -> list[str]:
-    """What is wrong, a line each. `compiled`: what was compiled now, all that is new and a sample of the rest."""
+    """Lists what is wrong, a line each. `compiled`: what was compiled now, all that is new and a sample of the rest."""
     lines = all_faults(compiled)
     for entry, costs in compiled.items():
         if entry in comparison.same and (changed := comparison.same[entry].differences(costs)):

@@ -53,7 +53,7 @@ class Toolchain:
     folder: Path | None = None
 
     def run(self, *arguments: str, environment: dict[str, str] | None = None) -> list:
-        """What Python prints as JSON. Compiles into a cache of its own if `environment` names one.
+        """Returns what Python prints as JSON. Compiles into a cache of its own if `environment` names one.
 
         Raises:
             RuntimeError: it failed.

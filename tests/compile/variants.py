@@ -48,12 +48,13 @@ from ..support.decoding import Step, make_step
 from ..support.fused import FusedStep, make_fused
 from ..support.inputs import TOKEN_TENSORS, meta_call, on_meta
 from ..support.oracle import as_recurrent
+from ..support.wy import WyCase, make_wy
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 
 
 BUILD = {"hopper": build_hopper, "triton": build_triton}
-"""By backend."""
+"""Builders by backend."""
 
 
 Given = dict[str, Any]
@@ -128,10 +129,12 @@ class Variant:
         return fused_recurrent_kda, as_recurrent(self._sequences())
 
     def _shape(self) -> Given:
-        """Of a `Case` or a `Step`, with the gate and the states."""
-        sizes = {"H": self.heads, "HV": self.heads, "K": self.K, "V": self.V}
+        """Fields of a `Case` or a `Step`, with the gate and the states."""
         options = {"gate": self.gate, "beta": "logit", "state": self.state_dtype, "v_first": self.state_v_first}
-        return {"name": self.name, "why": "", **sizes, **options}
+        return {"name": self.name, "why": "", **self._sizes(), **options}
+
+    def _sizes(self) -> dict[str, int]:
+        return {"H": self.heads, "HV": self.heads, "K": self.K, "V": self.V}
 
     def _sequences(self) -> Given:
         C, N, index = self.chunk_size, self.sequences, _make(torch.int32)
@@ -147,13 +150,12 @@ class Variant:
         if self.pool:
             call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
             call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
-        if self.buffer is not None:
-            call["checkpoint_states"] = _make(self.buffer)(*self._states(4 * N))
-        if self.every is not None:
-            call["checkpoint_every"] = self.every
-        if self.checkpoints:
-            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
-        return call
+        return call | self._checkpoints(_make(self.buffer)(*self._states(4 * N)), index(N, 1))
+
+    def _checkpoints(self, states: torch.Tensor, marks: torch.Tensor) -> Given:
+        found = {} if self.buffer is None else {"checkpoint_states": states}
+        found |= {} if self.every is None else {"checkpoint_every": self.every}
+        return found | ({"checkpoint_offsets": marks, "checkpoint_indices": marks} if self.checkpoints else {})
 
     def _states(self, count: int) -> tuple[int, ...]:
         inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
@@ -197,17 +199,12 @@ class Variant:
         return commit, dict(zip(names, (pool, states, index(self.N), index(self.N)))) | options
 
     def _wy(self) -> Call:
-        make, wide = _make(self.dtype), _make(torch.float32)
-        H, chunks, C = self.heads, 4, self.chunk_size
-        keys, values = (1, chunks * C, H, self.K), (1, chunks * C, H, self.V)
-        states = make(1, chunks, *self._states(1)[1:])
-        given = {
-            **{name: make(keys) for name in ("q", "k")},
-            **{name: make(values) for name in ("v", "v_new", "do", "dv")},
-            **{"g": wide(keys), "beta": wide(keys[:3]), "A": make(*keys[:3], C), "h": states, "dh": states},
-            "cu_seqlens": _make(torch.int32)(3) if self.packed else None,
-        }
-        return chunk_bwd_wy_dqkg, given | {"chunk_size": C, "state_v_first": self.state_v_first, "use_exp2": True}
+        T = 4 * self.chunk_size
+        lengths = {"lengths": (T // 2,) * 2, "offsets_dtype": torch.int32} if self.packed else {"T": T}
+        case = WyCase(
+            "", "", **self._sizes(), **lengths, chunk_size=self.chunk_size, v_first=self.state_v_first, log2=True
+        )
+        return chunk_bwd_wy_dqkg, on_meta(make_wy(case, self.dtype))
 
     def _gated_rms_norm(self) -> Call:
         """`z` is a slice of a fused projection."""
@@ -220,7 +217,7 @@ class Variant:
         }
 
     def _short_convolution(self) -> Call:
-        """Of q, k and v side by side, in a fused projection. With a pool states lie by tokens, as vLLM has them."""
+        """Convolves q, k and v side by side, in a fused projection. With a pool states lie by tokens, as vLLM has them."""
         make, N = _make(self.dtype), self.N if self.packed else 1
 
         def index(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -233,18 +230,13 @@ class Variant:
         if self.pool:
             call |= {"state_pool": make(4, self.taps - 1, D).mT, "state_indices": index(N), "bias": make(D)}
             call |= {"has_initial_state": index(N, dtype=torch.bool), "out": make(1, self.T, D)}
-        if self.buffer is not None:
-            call["checkpoint_states"] = _make(self.buffer)(4, self.taps - 1, D).mT
-        if self.every is not None:
-            call["checkpoint_every"] = self.every
-        if self.checkpoints:
-            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
+        call |= self._checkpoints(_make(self.buffer)(4, self.taps - 1, D).mT, index(N, 1))
         if self.pool or not self.stated:
             return short_convolution, call
         return short_convolution, call | {"initial_state": make(N, D, self.taps - 1), "output_final_state": True}
 
 
-def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def _make(dtype: torch.dtype | None) -> Callable[..., torch.Tensor]:
     return functools.partial(torch.empty, dtype=dtype, device="meta")
 
 
@@ -265,82 +257,47 @@ def backward_of(problem: Problem, t: Tensors) -> tuple[Problem, Tensors]:
     return replace(problem, operation=problem.operation + BACKWARD), replace(t, do=do, dht=dht)
 
 
-def _prefill(name: str, **options: Any) -> Variant:
-    return Variant(f"prefill fp32 {name}", operation="prefill", dtype=torch.float32, gate="none", **options)
+HOPPER: Given = {"backend": "hopper"}
+FUSED: Given = {"operation": "fused_decode", "packed": False, "state_v_first": True}
+KINDS: dict[str, Given] = {
+    "": {},
+    "recurrent": {"operation": "recurrent"},
+    "wy": {"operation": "wy"},
+    "decode": {"operation": "decode"},
+    "commit": {"operation": "commit"},
+    "norm": {"operation": "gated_rms_norm"},
+    "convolution": {"operation": "short_convolution"},
+    "fused": FUSED,
+    "prefill fp32": {"operation": "prefill", "dtype": FP32, "gate": "none"},
+    "hopper": HOPPER,
+    "hopper few heads": HOPPER,
+    "hopper wy": HOPPER | {"operation": "wy"},
+    "hopper fused": HOPPER | FUSED,
+    "hopper steps": HOPPER | {"heads": 64},
+    "hopper tried": HOPPER | {"heads": 8, "chunks": 128},
+    "hopper decode": HOPPER
+    | {"operation": "decode", "packed": False, "state_v_first": True, "state_dtype": BF16, "N": 512},
+    "hopper replay": HOPPER | {"operation": "decode", "packed": False, "state_v_first": True, "records": True},
+    "hopper commit of records": HOPPER | {"operation": "commit", "state_v_first": True, "records": True},
+}
+"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `tried` segments on trial, of
+sequences long enough for them, and its own kernel of decoding is for many sequences and states in bfloat16."""
 
 
-def _step(name: str, **options: Any) -> Variant:
-    return Variant(f"decode {name}", operation="decode", **options)
-
-
-def _norm(name: str, **options: Any) -> Variant:
-    return Variant(f"norm {name}", operation="gated_rms_norm", **options)
-
-
-def _convolution(name: str, **options: Any) -> Variant:
-    return Variant(f"convolution {name}", operation="short_convolution", **options)
-
-
-def _fused(name: str, **options: Any) -> Variant:
-    return Variant(f"fused {name}", operation="fused_decode", packed=False, **{"state_v_first": True} | options)
-
-
-def _hopper(name: str, **options: Any) -> Variant:
-    return Variant(f"hopper {name}", "hopper", **options)
-
-
-def _chunks(name: str, **options: Any) -> Variant:
-    """Of whole sequences, so many that no launch overlaps."""
-    return _hopper(name, **{"sequences": 17, "split": 1} | options)
-
-
-def _hopper_fused(name: str, **options: Any) -> Variant:
-    return _hopper(f"fused {name}", operation="fused_decode", packed=False, **{"state_v_first": True} | options)
-
-
-def _steps(name: str, **options: Any) -> Variant:
-    """In steps of 32 tokens."""
-    return _hopper(f"steps {name}", **{"heads": 64} | options)
-
-
-def _tried(name: str, **options: Any) -> Variant:
-    """Segments on trial, of sequences long enough for them."""
-    return _hopper(f"tried {name}", heads=8, chunks=128, **options)
-
-
-def _hopper_step(K: int, gate: str) -> Variant:
-    """Hopper's own kernel is for many sequences and states in bfloat16."""
-    options = {"packed": False, "state_v_first": True, "state_dtype": torch.bfloat16, "N": 512}
-    return _hopper(f"decode K{K} V{K}, {gate}", operation="decode", K=K, V=K, gate=gate, **options)
-
-
-def _hopper_replay(name: str, drafts: int, **options: Any) -> Variant:
-    given = {"packed": False, "state_v_first": True, "records": True} | options
-    return _hopper(f"replay {name}", operation="decode", spec_tokens=drafts, **given)
-
-
-def _hopper_commit(name: str, **options: Any) -> Variant:
-    given = {"state_v_first": True, "records": True} | options
-    return _hopper(f"commit of records {name}", operation="commit", **given)
-
-
-def _forms(make: Callable[..., Variant], stem: str, forms: dict[str, Given], **options: Any) -> list[Variant]:
-    """Variants whose names begin alike, by how they end."""
-    return [make(f"{stem}{name}", **options | own) for name, own in forms.items()]
+def variants(kind: str, stem: str, forms: dict[str, Given], **options: Any) -> list[Variant]:
+    """Variants whose names begin alike, by how they end. Names have the sizes: K, V and W, the taps."""
+    found = []
+    for end, own in forms.items():
+        name = f"{kind} {stem}{end}".strip()
+        sizes = {"taps" if key == "W" else key: int(n) for key, n in re.findall(r"\b([KVW])(\d+)", name)}
+        found.append(Variant(name, **KINDS[kind] | sizes | options | own))
+    return found
 
 
 CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
-
-
-REGULAR: Given = {"every": 64, "buffer": torch.float32}
-
-
-IN_BF16: Given = {"every": 64, "buffer": torch.bfloat16}
-
-
-IN_A_BUFFER: Given = {"checkpoints": True, "buffer": torch.float32}
-
-
+REGULAR: Given = {"every": 64, "buffer": FP32}
+IN_BF16: Given = {"every": 64, "buffer": BF16}
+IN_A_BUFFER: Given = {"checkpoints": True, "buffer": FP32}
 UNBOUNDED: Given = {"gate": "softplus"}
 SPLIT: Given = {"split": 4}
 AMONG: Given = {"rank": BETWEEN}
@@ -358,10 +315,15 @@ V_FIRST: Given = {"state_v_first": True}
 BF16_STATES: Given = {"state_dtype": BF16}
 STREAM_K: Given = {"heads": 12, "sequences": 7}
 """Work tiles that leave SMs idle, of few heads."""
+WHOLE: Given = {"sequences": 17, "split": 1}
+"""So many whole sequences that no launch overlaps."""
+LOGSIGMOID: Given = {"gate": "logsigmoid"}
+CHUNK_32: Given = {"chunk_size": 32}
+ONE: dict[str, Given] = {"": {}}
 
 
 VARIANTS = (
-    *_forms(Variant, "bf16 K128 V128", {" bounded": {}, " unbounded": UNBOUNDED, " fixed length": FIXED,
+    *variants("", "bf16 K128 V128", {" bounded": {}, " unbounded": UNBOUNDED, " fixed length": FIXED,
         " fixed length, tokens innermost": FIXED | {"copied": True},
         " intermediate states, V first": V_FIRST | {"intermediate": True}, " chunk 32": {"chunk_size": 32},
         " pool, V first": POOL | V_FIRST, " pool with checkpoints, V first": V_FIRST | CHECKPOINTS,
@@ -374,59 +336,52 @@ VARIANTS = (
         " split, fixed length, V first, backward": SPLIT | FIXED | V_FIRST | BACK, " over ranks": AMONG,
         " over two ranks": ON_FIRST, " over ranks, pool, V first": AMONG | POOL | V_FIRST,
         " over ranks, fixed length, V first, backward": AMONG | FIXED | V_FIRST | BACK}),
-    *_forms(Variant, "bf16 K256 V256", {" split, fixed length": FIXED | SPLIT, " backward": BACK,
-        " split, backward": SPLIT | BACK, "": DECAYS}, K=256, V=256),
-    *_forms(Variant, "fp32 K128 V128", {" split": SPLIT, " backward": BACK, " split, backward": SPLIT | BACK, "": {}},
+    *variants("", "bf16 K256 V256", {" split, fixed length": FIXED | SPLIT, " backward": BACK,
+        " split, backward": SPLIT | BACK, "": DECAYS}),
+    *variants("", "fp32 K128 V128", {" split": SPLIT, " backward": BACK, " split, backward": SPLIT | BACK, "": {}},
         dtype=FP32),
-    Variant("bf16 K64 V64 backward, chunk 32, fixed length", K=64, V=64, chunk_size=32, **FIXED, **BACK),
-    *_forms(Variant, "fp32 K64 V128", {" over ranks, backward": AMONG | BACK,
-        " over two ranks, backward": ON_SECOND | BACK, "": {}}, dtype=FP32, K=64),
-    Variant("wy bf16 K128 V128", operation="wy"),
-    Variant("wy bf16 K128 V128 fixed length, V first", operation="wy", **FIXED, **V_FIRST),
-    Variant("wy bf16 K64 V64 chunk 32", operation="wy", K=64, V=64, chunk_size=32),
-    Variant("wy bf16 K256 V256", operation="wy", K=256, V=256),
-    Variant("wy fp32 K128 V128", operation="wy", dtype=FP32),
-    Variant("bf16 K32 V64", K=32, V=64),
-    Variant("bf16 K64 V32", K=64, V=32),
-    Variant("fp16 K128 V128", dtype=FP16),
-    Variant("fp32 K256 V256", dtype=FP32, K=256, V=256, gate="logsigmoid"),
-    *_forms(Variant, "recurrent bf16 K128 V128", {"": {}, " V first": V_FIRST | UNBOUNDED,
-        " pool, V first": POOL | V_FIRST}, operation="recurrent"),
-    Variant("recurrent fp32 K256 V256", operation="recurrent", K=256, V=256, dtype=FP32),
-    *(_step(f"K128 V128, {name} states, {order} first, N={N}", state_dtype=state, state_v_first=order == "V", N=N,
-        **FIXED) for order in "VK" for name, state in (("fp32", FP32), ("bf16", BF16)) for N in (2, 256)),
-    *_forms(_step, "K128 V128", {" unbounded, V first": V_FIRST | UNBOUNDED | FIXED, " packed, V first": V_FIRST,
+    *variants("", "", {"bf16 K64 V64 backward, chunk 32, fixed length": FIXED | BACK | CHUNK_32, "bf16 K32 V64": {},
+        "bf16 K64 V32": {}, "fp16 K128 V128": {"dtype": FP16},
+        "fp32 K256 V256": LOGSIGMOID | {"dtype": FP32}}),
+    *variants("", "fp32 K64 V128", {" over ranks, backward": AMONG | BACK,
+        " over two ranks, backward": ON_SECOND | BACK, "": {}}, dtype=FP32),
+    *variants("wy", "bf16 ", {"K128 V128": {}, "K128 V128 fixed length, V first": FIXED | V_FIRST,
+        "K64 V64 chunk 32": CHUNK_32, "K256 V256": {}}),
+    *variants("wy", "fp32 K128 V128", ONE, dtype=FP32),
+    *variants("recurrent", "bf16 K128 V128", {"": {}, " V first": V_FIRST | UNBOUNDED,
+        " pool, V first": POOL | V_FIRST}),
+    *variants("recurrent", "fp32 K256 V256", ONE, dtype=FP32),
+    *variants("decode", "K128 V128, ", {f"{name} states, {order} first, N={N}": {"state_dtype": state, "N": N,
+        "state_v_first": order == "V"} for order in "VK" for name, state in (("fp32", FP32), ("bf16", BF16))
+        for N in (2, 256)}, packed=False),
+    *variants("decode", "K128 V128", {" unbounded, V first": V_FIRST | UNBOUNDED | FIXED, " packed, V first": V_FIRST,
         " speculative, V first": V_FIRST | {"spec_tokens": 3}}),
-    _step("K64 V64, V first", K=64, V=64, **V_FIRST),
-    _step("K256 V256 speculative, K first", K=256, V=256, spec_tokens=7, **DECAYS),
-    _step("replay K128 V128, V first", **V_FIRST, spec_tokens=7, **RECORDS, **FIXED),
-    _step("replay K128 V128 bf16, V first", **BF16_STATES, **V_FIRST, spec_tokens=3, **RECORDS, **FIXED),
-    _step("replay of 17 tokens K128 V128, V first", **V_FIRST, spec_tokens=16, **RECORDS, **FIXED),
-    _step("replay of 16 tokens K128 V128 unbounded, K first", spec_tokens=15, **RECORDS, **UNBOUNDED),
-    _step("replay K64 V64 packed, K first", K=64, V=64, spec_tokens=3, **RECORDS, **UNBOUNDED),
-    *_forms(Variant, "commit", {" fp32": {}, " replay fp32, V first": RECORDS | V_FIRST,
-        " replay bf16, V first": RECORDS | V_FIRST | BF16_STATES, " replay fp32, K first": RECORDS},
-        operation="commit"),
-    Variant("commit replay K256 V256 fp32, V first", operation="commit", K=256, V=256, **RECORDS, **V_FIRST),
-    *_forms(_norm, "bf16", {" V128": {}, " V128 backward": BACK, " V128, heads innermost": {"copied": True}}),
-    _norm("fp32 V64", V=64, dtype=FP32),
-    *_forms(_convolution, "bf16", {" W4": {}, " W4, long": FIXED | {"T": 2**17}, " W4, pool": POOL,
+    *variants("decode", "", {"K64 V64, V first": V_FIRST, "K256 V256 speculative, K first": DECAYS | {"spec_tokens": 7}}),
+    *variants("decode", "replay ", {"K128 V128, V first": V_FIRST | FIXED | {"spec_tokens": 7},
+        "K128 V128 bf16, V first": BF16_STATES | V_FIRST | FIXED | {"spec_tokens": 3},
+        "of 17 tokens K128 V128, V first": V_FIRST | FIXED | {"spec_tokens": 16},
+        "of 16 tokens K128 V128 unbounded, K first": UNBOUNDED | {"spec_tokens": 15},
+        "K64 V64 packed, K first": UNBOUNDED | {"spec_tokens": 3}}, records=True),
+    *variants("commit", "", {"fp32": {}, "replay fp32, V first": RECORDS | V_FIRST,
+        "replay bf16, V first": RECORDS | V_FIRST | BF16_STATES, "replay fp32, K first": RECORDS,
+        "replay K256 V256 fp32, V first": RECORDS | V_FIRST}),
+    *variants("norm", "bf16", {" V128": {}, " V128 backward": BACK, " V128, heads innermost": {"copied": True}}),
+    *variants("norm", "fp32 V64", ONE, dtype=FP32),
+    *variants("convolution", "bf16", {" W4": {}, " W4, long": FIXED | {"T": 2**17}, " W4, pool": POOL,
         " W4, pool, columns of tables": POOL | LONG_OFFSETS | {"copied": True},
         " W4, pool, checkpoints": POOL | {"checkpoints": True, "buffer": BF16}, " W4, regular checkpoints": REGULAR,
-        " W4 backward": BACK, " W2 backward, fixed length": FIXED | BACK | {"taps": 2},
+        " W4 backward": BACK, " W2 backward, fixed length": FIXED | BACK | {},
         " W4 backward, one tile": FIXED | BACK | {"T": 768, "heads": 32, "stated": False}}),
-    _convolution("fp32 W3", taps=3, dtype=FP32),
-    *_forms(_fused, "K128 V128", {" fp32": {}, " bf16": BF16_STATES, " fp32, many": {"N": 256},
+    *variants("convolution", "fp32 W3", ONE, dtype=FP32),
+    *variants("fused", "K128 V128", {" fp32": {}, " bf16": BF16_STATES, " fp32, many": {"N": 256},
         " bf16, many": BF16_STATES | {"N": 256}, " fp32, eight value heads": {"heads": 8, "group": 8},
         " unbounded, K first": UNBOUNDED | {"state_v_first": False}, " speculative": {"spec_tokens": 3},
         " replay": RECORDS | {"spec_tokens": 3}, " replay bf16": RECORDS | BF16_STATES | {"spec_tokens": 3}}),
-    _fused("K64 V64 fp32", K=64, V=64),
-    _fused("K64 V128 bf16, W3", K=64, **BF16_STATES, taps=3),
-    _fused("K128 V64 fp32", V=64),
-    *(_prefill(f"K{K} V{V} chunk {C}, {precision}", K=K, V=V, chunk_size=C, precision=precision)
-        for precision in ("tf32x3", "ieee") for K, V, C in PREFILL_SIZES),
-    *(_prefill(f"K128 V128 chunk {C}, many heads, tf32x3", chunk_size=C, heads=32) for C in (32, 64)),
-    *_forms(_chunks, "K128 V128", {" bounded": {}, " unbounded": UNBOUNDED,
+    *variants("fused", "", {"K64 V64 fp32": {}, "K64 V128 bf16, W3": BF16_STATES, "K128 V64 fp32": {}}),
+    *variants("prefill fp32", "", {f"K{K} V{V} chunk {C}, {precision}": {"chunk_size": C, "precision": precision}
+        for precision in ("tf32x3", "ieee") for K, V, C in PREFILL_SIZES}),
+    *variants("prefill fp32", "K128 V128 chunk ", {f"{C}, many heads, tf32x3": {"chunk_size": C} for C in (32, 64)}, heads=32),
+    *variants("hopper", "K128 V128", {" bounded": {}, " unbounded": UNBOUNDED,
         " unbounded, fixed length": UNBOUNDED | FIXED, " fixed length": FIXED, " offsets in int64": LONG_OFFSETS,
         " log decays in fp32": DECAYS | {"g_dtype": FP32},
         " intermediate states": BF16_STATES | {"intermediate": True},
@@ -436,11 +391,11 @@ VARIANTS = (
         " regular checkpoints, V first": V_FIRST | REGULAR, " regular checkpoints": REGULAR,
         " regular checkpoints in bf16, V first": V_FIRST | FIXED | IN_BF16, " backward": BACK,
         " backward, fixed length": FIXED | BACK, " backward, unbounded, V first": UNBOUNDED | V_FIRST | BACK,
-        " backward, log decays in fp32": DECAYS | BACK | {"g_dtype": FP32}, " kept for the backward pass": KEPT}),
-    *_forms(_hopper, "few heads K128 V128", {"": {}, " fixed length": FIXED,
+        " backward, log decays in fp32": DECAYS | BACK | {"g_dtype": FP32}, " kept for the backward pass": KEPT}, **WHOLE),
+    *variants("hopper few heads", "K128 V128", {"": {}, " fixed length": FIXED,
         " unbounded, pool with checkpoints": UNBOUNDED | CHECKPOINTS, " backward": BACK}),
-    _hopper("few heads K64 V64", K=64, V=64),
-    *_forms(_hopper, "K128 V128", {" stream-K, offsets in int64": LONG_OFFSETS | STREAM_K, " stream-K": STREAM_K,
+    *variants("hopper few heads", "K64 V64", ONE),
+    *variants("hopper", "K128 V128", {" stream-K, offsets in int64": LONG_OFFSETS | STREAM_K, " stream-K": STREAM_K,
         " stream-K, fixed length": FIXED | STREAM_K,
         " stream-K, regular checkpoints, V first": V_FIRST | REGULAR | STREAM_K,
         " split, regular checkpoints, V first": SPLIT | V_FIRST | REGULAR, " split": SPLIT,
@@ -453,13 +408,13 @@ VARIANTS = (
         " over ranks, backward": AMONG | BACK, " split, backward": SPLIT | BACK,
         " split, fixed length, V first, backward": SPLIT | FIXED | V_FIRST | BACK,
         " split, kept for the backward pass": SPLIT | KEPT}),
-    *_forms(_hopper, "K64 V64", {" split, fixed length": SPLIT | FIXED,
+    *variants("hopper", "K64 V64", {" split, fixed length": SPLIT | FIXED,
         " over ranks, fixed length, V first, backward": FIXED | V_FIRST | AMONG | BACK,
         " over two ranks, fixed length, V first, backward": FIXED | V_FIRST | ON_SECOND | BACK,
-        " split, backward": SPLIT | BACK}, K=64, V=64),
-    *_forms(_tried, "K128 V128", {"": {}, ", fixed length": FIXED, ", pool, V first": POOL | V_FIRST}),
-    _tried("K64 V64, fixed length", K=64, V=64, **FIXED),
-    *_forms(_steps, "K128 V128", {"": {}, " fixed length": FIXED, " offsets in int64": LONG_OFFSETS,
+        " split, backward": SPLIT | BACK}),
+    *variants("hopper tried", "K128 V128", {"": {}, ", fixed length": FIXED, ", pool, V first": POOL | V_FIRST}),
+    *variants("hopper tried", "K64 V64, fixed length", ONE, **FIXED),
+    *variants("hopper steps", "K128 V128", {"": {}, " fixed length": FIXED, " offsets in int64": LONG_OFFSETS,
         " V first, states in bf16": V_FIRST | BF16_STATES, " unbounded": UNBOUNDED,
         " unbounded, fixed length": UNBOUNDED | FIXED, " unbounded, log decays": DECAYS, " stream-K": HEADS_96,
         " stream-K, fixed length": HEADS_96 | FIXED, " stream-K, offsets in int64": HEADS_96 | LONG_OFFSETS,
@@ -475,51 +430,37 @@ VARIANTS = (
         " over two ranks, stream-K": ON_FIRST | HEADS_96,
         " over ranks, fixed length, V first": AMONG | FIXED | V_FIRST,
         " over ranks, pool, unbounded": AMONG | POOL | UNBOUNDED}),
-    _steps("K128 V64", V=64),
-    *_forms(_steps, "K64 V64", {"": {}, " fixed length": FIXED,
+    *variants("hopper steps", "K128 V64", ONE),
+    *variants("hopper steps", "K64 V64", {"": {}, " fixed length": FIXED,
         " pool with checkpoints, V first": V_FIRST | CHECKPOINTS, " regular checkpoints": REGULAR,
-        " unbounded": UNBOUNDED, " unbounded, log decays": DECAYS, " over ranks": AMONG, " over two ranks": ON_FIRST},
-        K=64, V=64),
-    _steps("K64 V128 stream-K", K=64, **HEADS_96),
-    _chunks("K64 V128 backward", K=64, **BACK),
-    _chunks("K128 V64 backward, unbounded", V=64, gate="logsigmoid", **BACK),
-    _hopper_step(128, "lower_bound"),
-    _hopper_step(64, "softplus"),
-    _hopper_replay("K128 V128", 7),
-    _hopper_replay("K128 V128 bf16", 3, **BF16_STATES),
-    _hopper_replay("K128 V128 bf16, two CTAs an SM", 3, **BF16_STATES, N=100),
-    _hopper_replay("of 16 tokens K128 V128", 15, packed=True),
-    _hopper_replay("of 17 tokens K128 V128", 16),
-    _hopper_replay("of 17 tokens K128 V128 bf16", 16, **BF16_STATES),
-    _hopper_replay("K64 V64 bf16", 7, K=64, V=64, **BF16_STATES),
-    _hopper_replay("K128 V128 unbounded", 7, gate="softplus"),
-    _hopper_replay("K128 V128 unbounded bf16", 3, gate="softplus", **BF16_STATES),
-    _hopper_replay("K128 V128 unbounded bf16, two CTAs an SM", 3, gate="softplus", **BF16_STATES, N=100),
-    _hopper_replay("of 16 tokens K128 V128 unbounded", 15, packed=True, gate="softplus"),
-    _hopper_replay("of 17 tokens K128 V128 unbounded", 16, gate="softplus"),
-    _hopper_replay("K64 V64 unbounded bf16", 7, K=64, V=64, gate="logsigmoid", **BF16_STATES),
-    _hopper_commit("K128 V128"),
-    _hopper_commit("K128 V128 bf16", **BF16_STATES),
-    _hopper_commit("K64 V128 bf16", K=64, **BF16_STATES),
-    _hopper_commit("of 17 tokens K128 V128", spec_tokens=16),
-    _hopper_commit("of 17 tokens K128 V128 bf16", spec_tokens=16, **BF16_STATES),
-    _hopper_commit("of heads K128 V128 bf16", **BF16_STATES, N=512),
-    _hopper_commit("of heads K64 V128 bf16", K=64, **BF16_STATES, N=512),
-    _hopper_commit("of heads of 16 tokens K128 V128 bf16", spec_tokens=15, **BF16_STATES, N=512),
-    *_forms(_hopper_fused, "K128 V128", {" fp32": {}, " bf16": BF16_STATES,
+        " unbounded": UNBOUNDED, " unbounded, log decays": DECAYS, " over ranks": AMONG, " over two ranks": ON_FIRST}),
+    *variants("hopper steps", "K64 V128 stream-K", ONE, **HEADS_96),
+    *variants("hopper", "", {"K64 V128 backward": BACK, "K128 V64 backward, unbounded": BACK | LOGSIGMOID, "K64 V64": {},
+        "K64 V64 unbounded": LOGSIGMOID}, **WHOLE),
+    *variants("hopper decode", "", {"K128 V128, lower_bound": {}, "K64 V64, softplus": UNBOUNDED}),
+    *(variant for bound, gate in (("", {}), (" unbounded", UNBOUNDED)) for variant in variants("hopper replay", "", {
+        f"K128 V128{bound}": {"spec_tokens": 7}, f"K128 V128{bound} bf16": BF16_STATES | {"spec_tokens": 3},
+        f"K128 V128{bound} bf16, two CTAs an SM": BF16_STATES | {"spec_tokens": 3, "N": 100},
+        f"of 16 tokens K128 V128{bound}": {"spec_tokens": 15, "packed": True},
+        f"of 17 tokens K128 V128{bound}": {"spec_tokens": 16}}, **gate)),
+    *variants("hopper replay", "", {"of 17 tokens K128 V128 bf16": {"spec_tokens": 16}, "K64 V64 bf16": {"spec_tokens": 7},
+        "K64 V64 unbounded bf16": LOGSIGMOID | {"spec_tokens": 7}}, **BF16_STATES),
+    *variants("hopper commit of records", "", {"K128 V128": {}, "of 17 tokens K128 V128": {"spec_tokens": 16}}),
+    *variants("hopper commit of records", "", {"K128 V128 bf16": {}, "K64 V128 bf16": {},
+        "of 17 tokens K128 V128 bf16": {"spec_tokens": 16}, "of heads K128 V128 bf16": {"N": 512},
+        "of heads K64 V128 bf16": {"N": 512}, "of heads of 16 tokens K128 V128 bf16": {"spec_tokens": 15, "N": 512}},
+        **BF16_STATES),
+    *variants("hopper fused", "K128 V128", {" fp32": {}, " bf16": BF16_STATES,
         " bf16, eight value heads": BF16_STATES | {"heads": 8, "group": 8}}),
-    _hopper_fused("K64 V64 bf16, unbounded, W3", K=64, V=64, **UNBOUNDED, taps=3, **BF16_STATES),
-    *_forms(_hopper, "wy K128 V128", {"": {}, " fixed length": FIXED, " fixed length, V first": FIXED | V_FIRST},
-        operation="wy"),
-    _hopper("wy K64 V64", operation="wy", K=64, V=64),
-    _chunks("K64 V64", K=64, V=64),
-    _chunks("K64 V64 unbounded", K=64, V=64, gate="logsigmoid"),
+    *variants("hopper fused", "K64 V64 bf16, unbounded, W3", ONE, **UNBOUNDED, **BF16_STATES),
+    *variants("hopper wy", "", {"K128 V128": {}, "K128 V128 fixed length": FIXED, "K64 V64": {},
+        "K128 V128 fixed length, V first": FIXED | V_FIRST}),
 )  # fmt: skip
 
 
 def fingerprint(launch: Launch, arch: int) -> str:
-    """Of all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that the
-    kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
+    """Hashes all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that
+    the kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
     options = sorted(launch.options().items())
     determined = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, arch)}"
     return hashlib.sha256(determined.encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,40 +23,18 @@ from .memory import LAYOUTS, Memory, Place, dense, token_place
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-OPERATORS: dict[str, tuple[Callable, int]] = {
-    "chunk_kda": (fd.chunk_kda, 7),
-    "fused_recurrent_kda": (fd.fused_recurrent_kda, 3),
-    "recurrent_kda": (fd.recurrent_kda, 5),
-    "commit": (fd.commit, 1),
-    "kda_prefill": (fd.kda_prefill, 2),
-    "chunk_bwd_wy_dqkg": (fd.kernels.chunk_bwd_wy_dqkg, 2),
-    "fused_kda_decode": (fd.fused_kda_decode, 4),
-    "short_convolution": (fd.short_convolution, 2),
-    "gated_rms_norm": (fd.gated_rms_norm, 1),
-}
-"""With how often each is drawn."""
-
-RESULTS = {
-    "chunk_kda": ("o", "final_state", "h"),
-    "fused_recurrent_kda": ("o", "final_state"),
-    "recurrent_kda": ("o", "final_state"),
-    "commit": (),
-    "kda_prefill": ("o", "w", "u"),
-    "chunk_bwd_wy_dqkg": ("dq", "dk", "dv", "dbeta", "dg", "dA"),
-    "fused_kda_decode": ("o",),
-    "short_convolution": ("o", "final_state"),
-    "gated_rms_norm": ("o",),
-}
-
 WRITTEN = (
     *("out", "output", "final_state", "state_pool", "initial_state", "intermediate_states", "checkpoint_states"),
     *("state", "conv_state"),
 )
 """Arguments that a call may write; `initial_state` in decoding alone."""
 
+POOL_PADS = (0, 0, 4, 16, 33)
+"""Elements between slots of a pool, beyond those of a slot."""
+
 VARIANTS = 12
-"""Of a seed, for which kernels are compiled on a GPU, in a minute or two; other seeds have others. The CPU compiles nothing,
-and draws from a thousand times as many. The first are one of each operator, and so are the first cases."""
+"""Variants per seed, for which kernels are compiled on a GPU, in a minute or two; other seeds have others. The CPU compiles
+nothing, and draws from a thousand times as many. The first are one of each operator, and so are the first cases."""
 
 Numbers = Callable[[torch.Generator], Tensor]
 """The contents of a tensor."""
@@ -79,19 +57,7 @@ class Spec:
 
     @property
     def function(self) -> Callable:
-        return OPERATORS[self.op][0]
-
-    def add(self, name: str, place: Place, numbers: Numbers) -> None:
-        self.places[name], self.numbers[name] = place, numbers
-
-    def fill(self, name: str, numbers: Numbers, dtype: torch.dtype, **options: Any) -> None:
-        """A dense tensor, of the shape that its numbers have."""
-        self.add(name, dense(numbers(torch.Generator()).shape, dtype, **options), numbers)
-
-    def maybe(self, draw: Random, share: float, **options: Any) -> bool:
-        if found := chance(draw, share):
-            self.options |= options
-        return found
+        return OPERATORS[self.op].function
 
     def written(self) -> set[str]:
         inputs = {"commit": set(), "recurrent_kda": set()}.get(self.op, {"initial_state"})
@@ -168,46 +134,147 @@ def distinct(slots: int, *shape: int) -> Numbers:
     return numbers
 
 
-def index_dtype(draw: Random) -> torch.dtype:
-    return draw.choice((torch.int32, torch.int64))
+def ordered(most: int, *shape: int) -> Numbers:
+    """Offsets of checkpoints: multiples of 16 in order, some twice."""
+    rows = (shape[0], math.prod(shape[1:]))
+    return lambda source: (torch.randint(0, most + 1, rows, generator=source) * 16).sort(dim=1).values.reshape(shape)
+
+
+def records(rows: int, tokens: int, HV: int, K: int, V: int) -> Numbers:
+    """A replay buffer that holds records of some tokens."""
+    shape = rows, tokens, HV, fd.replay_buffer(0, 1, 1, K, V).shape[-1]
+
+    def numbers(source: torch.Generator) -> Tensor:
+        x = torch.randn(shape, generator=source, dtype=FP64)
+        x[..., :K] = x[..., :K].abs().clamp(max=1)
+        x[..., 2 * K + V :][..., :4] = torch.randint(0, tokens + 1, (rows, 1, 1, 1), generator=source).double()
+        return x
+
+    return numbers
 
 
 # ---- what operations share ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Sizes:
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    N: int
-    packed: bool
+class Drawing:
+    """A case while it is drawn: by `variant` what kernels are compiled for, by `draw` the rest."""
 
+    B = T = H = HV = K = V = N = 0
+    packed = False
 
-def gate_options(draw: Random, spec: Spec, decode: bool = False) -> str:
-    gate = draw.choice(("none", "softplus", "lower_bound", "logsigmoid"))
-    named = gate == "logsigmoid" or chance(draw, 0.3)
-    if named:
-        spec.options["gate"] = gate
-    elif gate != "none":
-        spec.options["use_gate_in_kernel"] = True
-    if gate == "lower_bound":
-        spec.options["lower_bound"] = draw.choice((-5.0, -0.5, -3))
-    beta = pick(draw, ("value", 2), ("logit", 2), ("double", 1))
-    if beta != "value":
-        spec.options["beta_is_logit" if decode else "use_beta_sigmoid_in_kernel"] = True
-    if beta == "double":
-        spec.options["allow_neg_eigval"] = True
-    return gate
+    def __init__(self, op: str, draw: Random, variant: Random, doubles: bool):
+        self.spec, self.draw, self.variant = Spec(op, {}), draw, variant
+        self.dtype = pick(variant, (BF16, 5), (FP16, 2), (FP32, 3), (FP64, 2 if doubles else 0))
+        self.index = variant.choice((torch.int32, torch.int64))
 
+    def sizes(self, head_dims: tuple[int, ...], tokens: int) -> None:
+        draw, variant = self.draw, self.variant
+        self.K = variant.choice(head_dims)
+        self.V = self.K if chance(variant, 0.6) else variant.choice(head_dims)
+        self.H, group = draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 3))
+        self.HV, self.packed = self.H * group, chance(variant, 0.5)
+        self.T = draw.choice((0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130, draw.randint(1, tokens)))
+        self.B = 1 if self.packed else draw.choice((1, 1, 2, 3, 0) if chance(draw, 0.1) else (1, 1, 2, 3))
+        self.N = draw.choice((0, 1, 2, 3, 5)) if self.packed else self.B
 
-def layouts(draw: Random, names: str | tuple) -> dict[str, str]:
-    one = pick(draw, ("dense", 3), *((layout, 1) for layout in LAYOUTS))
-    mixed = chance(draw, 0.2)
-    return {name: draw.choice(LAYOUTS) if mixed else one for name in names}
+    @property
+    def wide(self) -> torch.dtype:
+        return FP64 if self.dtype == FP64 else FP32
+
+    @property
+    def states(self) -> tuple[torch.dtype, ...]:
+        return (FP32, BF16, FP64) if self.dtype == FP64 else (FP32, BF16)
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.HV, *((self.V, self.K) if self.spec.options.get("state_v_first") else (self.K, self.V))
+
+    def option(self, name: str, share: float, *values: Any) -> None:
+        if chance(self.variant, share):
+            self.spec.options[name] = self.variant.choice(values)
+
+    def null_index(self) -> None:
+        self.option("null_index", 0.3, "non_positive")
+
+    def either(self, *dtypes: torch.dtype) -> torch.dtype:
+        """The wide dtype or the call's own, or one of those given."""
+        return self.variant.choice(dtypes or (self.wide, self.dtype))
+
+    def add(self, name: str, numbers: Numbers, dtype: torch.dtype, layout: str = "dense", **options: Any) -> None:
+        """A tensor of the shape that its numbers have, by `token_place` or, with options, by `dense`."""
+        shape, self.spec.numbers[name] = tuple(numbers(torch.Generator()).shape), numbers
+        place = dense(shape, dtype, **options) if options else token_place(self.draw, shape, dtype, layout)
+        self.spec.places[name] = place
+
+    def add_rows(self, name: str, numbers: Numbers, dtype: torch.dtype, *pads: int, **options: Any) -> None:
+        """The same, with rows one of `pads` apart."""
+        self.add(name, numbers, dtype, pads={0: self.draw.choice(pads)}, **options)
+
+    def tokens(self, expanded: bool = True, **tensors: tuple[torch.dtype, Numbers]) -> None:
+        """Tensors `[B, T, ...]`; most lie as the others do."""
+        kinds = [layout for layout in LAYOUTS if expanded or layout != "expanded"]
+        one, mixed = pick(self.draw, ("dense", 3), *((kind, 1) for kind in kinds)), chance(self.draw, 0.2)
+        for name, (dtype, numbers) in tensors.items():
+            self.add(name, numbers, dtype, self.draw.choice(kinds) if mixed else one)
+
+    def offsets(self, longest: int | None = None) -> None:
+        """The numbers of packed sequences' lengths, which those of other tensors know too."""
+        if self.packed:
+            self.spec.lengths = lengths_of(self.draw, self.N, self.T, longest)
+            self.add("cu_seqlens", lambda source: torch.zeros(self.N + 1), self.draw.choice((torch.int32, torch.int64)))
+
+    def pool(self, name: str, slots: int, *inner: int, dtype: torch.dtype) -> None:
+        self.add_rows(name, normal(slots, *inner), dtype, *POOL_PADS)
+
+    def slots(self, name: str, count: int, *shape: int) -> None:
+        self.add(name, distinct(count, *shape), self.index)
+
+    def flags(self) -> None:
+        if chance(self.variant, 0.5):
+            self.add("has_initial_state", flags(self.N), torch.bool)
+
+    def out(self, shape: tuple[int, ...], *layouts: str) -> None:
+        if not self.spec.grad and chance(self.draw, 0.4):
+            self.add("out", unset(*shape), self.dtype, self.draw.choice(("dense", "padded", "odd_offset", *layouts)))
+
+    def gate(self, logit: str) -> str:
+        variant, options = self.variant, self.spec.options
+        gate = variant.choice(("none", "softplus", "lower_bound", "logsigmoid"))
+        if gate == "logsigmoid" or chance(variant, 0.3):
+            options["gate"] = gate
+        elif gate != "none":
+            options["use_gate_in_kernel"] = True
+        if gate == "lower_bound":
+            options["lower_bound"] = variant.choice((-5.0, -0.5, -3))
+        beta = pick(variant, ("value", 2), ("logit", 2), ("double", 1))
+        options |= ({logit: True} if beta != "value" else {}) | ({"allow_neg_eigval": True} if beta == "double" else {})
+        return gate
+
+    def raw_g(self, gate: str, *shape: int) -> Numbers:
+        if gate == "none":
+            return decays(*shape, floor=-5.0 if self.spec.options.get("safe_gate") else -50.0)
+        return normal(*shape, shift=2.0 * (gate == "logsigmoid"))
+
+    def raw_beta(self, *shape: int) -> Numbers:
+        logits = {"use_beta_sigmoid_in_kernel", "beta_is_logit"} & self.spec.options.keys()
+        return normal(*shape) if logits else uniform(*shape, high=1.95)
+
+    def attention(self, wide: tuple[tuple[str, ...], ...], logit: str = "use_beta_sigmoid_in_kernel") -> None:
+        """q, k, v, g, beta and the gate's parameters; `wide`: which of them are in the wide dtype."""
+        draw, lead = self.draw, (self.B, self.T)
+        l2norm, gate, wide_ones = chance(self.variant, 0.7), self.gate(logit), self.variant.choice(wide)
+        self.spec.options["use_qk_l2norm_in_kernel"] = l2norm
+        keys, own = (normal if l2norm else unit)(*lead, self.H, self.K), self.dtype
+        self.tokens(q=(own, keys), k=(own, keys), v=(own, normal(*lead, self.HV, self.V)))
+        g, beta = self.raw_g(gate, *lead, self.HV, self.K), self.raw_beta(*lead, self.HV)
+        dtypes = [self.wide if name in wide_ones else own for name in ("g", "beta")]
+        self.tokens(g=(dtypes[0], g), beta=(dtypes[1], beta))
+        if gate == "softplus" or (gate == "lower_bound" and chance(draw, 0.6)):
+            self.add("A_log", uniform(*draw.choice(((self.HV,), (1, 1, self.HV, 1))), low=-1.0), FP32)
+        if gate in ("softplus", "lower_bound") and chance(draw, 0.7):
+            self.add("dt_bias", normal(*draw.choice(((self.HV * self.K,), (self.HV, self.K))), shift=-2.0), FP32)
+        if chance(draw, 0.3):
+            self.spec.options["scale"] = draw.choice((0.7, 1, 0.0, -2.0, 0.125))
 
 
 def lengths_of(draw: Random, N: int, T: int, longest: int | None = None) -> Callable[[torch.Generator], list[int]]:
@@ -226,468 +293,307 @@ def lengths_of(draw: Random, N: int, T: int, longest: int | None = None) -> Call
     return lengths
 
 
-def add_tokens(draw: Random, spec: Spec, s: Sizes, dtype: torch.dtype, wide: tuple, l2norm: bool, gate: str) -> None:
-    """q, k, v, g, beta, the gate's parameters and the offsets."""
-    tokens, own = (s.B, s.T), layouts(draw, "qkv") | layouts(draw, ("g", "beta"))
-    keys = normal if l2norm else unit
-    logits = any(spec.options.get(name) for name in ("use_beta_sigmoid_in_kernel", "beta_is_logit"))
-    floor = -5.0 if spec.options.get("safe_gate") else -50.0
-    wide_dtype = FP64 if dtype == FP64 else FP32
-    shapes = {"q": (s.H, s.K), "k": (s.H, s.K), "v": (s.HV, s.V), "g": (s.HV, s.K), "beta": (s.HV,)}
-    numbers = {"q": keys, "k": keys, "v": normal, "beta": normal if logits else uniform}
-    for name, inner in shapes.items():
-        shape = (*tokens, *inner)
-        place = token_place(draw, shape, wide_dtype if name in wide else dtype, own[name])
-        made = numbers.get(name, normal)(*shape)
-        if name == "g" and gate == "none":
-            made = decays(*shape, floor=floor)
-        elif name == "g" and gate == "logsigmoid":
-            made = normal(*shape, shift=2.0)
-        elif name == "beta" and not logits:
-            made = uniform(*shape, high=1.95)
-        spec.add(name, place, made)
-    if gate in ("softplus", "lower_bound"):
-        if gate == "softplus" or chance(draw, 0.6):
-            spec.fill("A_log", uniform(*draw.choice(((s.HV,), (1, 1, s.HV, 1))), low=-1.0), FP32)
-        if chance(draw, 0.7):
-            spec.fill("dt_bias", normal(*draw.choice(((s.HV * s.K,), (s.HV, s.K))), shift=-2.0), FP32)
-    spec.maybe(draw, 0.3, scale=draw.choice((0.7, 1, 0.0, -2.0, 0.125)))
-
-
-def add_offsets(draw: Random, spec: Spec, s: Sizes, longest: int | None = None) -> None:
-    """Their contents are the lengths', which the numbers of other tensors know too."""
-    spec.lengths = lengths_of(draw, s.N, s.T, longest)
-    spec.add("cu_seqlens", dense((s.N + 1,), index_dtype(draw)), lambda source: torch.zeros(s.N + 1))
-
-
-def add_pool(draw: Random, spec: Spec, name: str, slots: int, inner: tuple[int, ...], dtype: torch.dtype) -> None:
-    spec.fill(name, normal(slots, *inner), dtype, pads={0: draw.choice((0, 0, 4, 16, 33))})
-
-
-def sizes_of(draw: Random, variant: Random, head_dims: tuple[int, ...], tokens: int) -> Sizes:
-    K = variant.choice(head_dims)
-    V = K if chance(variant, 0.6) else variant.choice(head_dims)
-    H, group = draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 3))
-    packed = chance(variant, 0.5)
-    T = draw.choice((0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130, draw.randint(1, tokens)))
-    B = 1 if packed else draw.choice((1, 1, 2, 3, 0) if chance(draw, 0.1) else (1, 1, 2, 3))
-    return Sizes(B, T, H, H * group, K, V, draw.choice((0, 1, 2, 3, 5)) if packed else B, packed)
-
-
 # ---- operations -----------------------------------------------------------------------------------------------------------
 
 
-def draw_dtype(variant: Random, doubles: bool) -> torch.dtype:
-    return pick(variant, (BF16, 5), (FP16, 2), (FP32, 3), (FP64, 2 if doubles else 0))
-
-
-def whole_sequences(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    chunked = op == "chunk_kda"
-    spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
-    s = sizes_of(draw, variant, (32, 64, 64, 128), 200 if chunked else 40)
-    l2norm = chance(variant, 0.7)
-    spec.maybe(variant, 0.4 * chunked, safe_gate=True)
-    gate = gate_options(variant, spec)
-    wide = variant.choice(((), ("g",), ("g", "beta")))
-    add_tokens(draw, spec, s, dtype, wide, l2norm, gate)
-    if s.packed:
-        add_offsets(draw, spec, s)
+def whole_sequences(d: Drawing) -> None:
+    spec, draw, variant, chunked = d.spec, d.draw, d.variant, d.spec.op == "chunk_kda"
+    options = spec.options
+    d.sizes((32, 64, 64, 128), 200 if chunked else 40)
+    d.option("safe_gate", 0.4 * chunked, True)
+    d.attention(((), ("g",), ("g", "beta")))
+    d.offsets()
     kind = pick(variant, ("none", 2), ("state", 3), ("pool", 3), ("grad", 3))
     spec.grad = kind == "grad"
-    v_first = chance(variant, 0.5)
-    inner = (s.HV, s.V, s.K) if v_first else (s.HV, s.K, s.V)
-    state_dtype = variant.choice((FP32, BF16, FP64) if dtype == FP64 else (FP32, BF16))
-    if l2norm or kind == "pool":
-        spec.options["use_qk_l2norm_in_kernel"] = l2norm
-    spec.options["state_v_first"] = v_first
+    d.option("state_v_first", 1.0, False, True)
+    if not options["use_qk_l2norm_in_kernel"] and kind != "pool":
+        del options["use_qk_l2norm_in_kernel"]
     if kind == "pool":
-        pool_of_sequences(draw, variant, spec, s, inner, state_dtype)
+        pool_of_sequences(d, pick(variant, (0, 3), (1, 1), (2, 1)) if chunked else 0)
     elif kind == "state" or (spec.grad and chance(variant, 0.5)):
-        spec.add("initial_state", dense((s.N, *inner), state_dtype), normal(s.N, *inner))
-    if kind != "pool" and chance(variant, 0.7):
-        spec.options["output_final_state"] = True
+        d.add("initial_state", normal(d.N, *d.state), d.either(*d.states))
+    d.option("output_final_state", 0.7 * (kind != "pool"), True)
     if chunked:
-        chunk_options(draw, variant, spec, s, kind)
+        d.option("chunk_size", 0.3, 32)
+        d.option("return_intermediate_states", 0.3 * (kind in ("none", "state")), True)
+        d.option("disable_recompute", 0.4 * spec.grad, True)
+        d.option("split", 0.25, False, 2, 3)
+        d.option("batch_invariant", 0.2, True)
+        if d.packed and chance(draw, 0.3):
+            spec.on_host["cu_seqlens_cpu"] = "cu_seqlens"
         if not spec.grad:
-            checkpoint_buffer(draw, variant, spec, s, inner, dtype)
-    if spec.options.get("output_final_state") and not spec.grad and chance(variant, 0.4):
-        final = variant.choice((FP32, BF16, FP64) if dtype == FP64 else (FP32, BF16))
-        spec.add("final_state", dense((s.N, *inner), final), unset(s.N, *inner))
-        spec.options["output_final_state"] = chance(draw, 0.5)
-    if not spec.grad and chance(draw, 0.4):
-        shape = (s.B, s.T, s.HV, s.V)
-        layout = draw.choice(("dense", "padded", "odd_offset", "head_first"))
-        spec.add("out", token_place(draw, shape, dtype, layout), unset(*shape))
-    return spec
+            checkpoint_buffer(d)
+    if options.get("output_final_state") and not spec.grad and chance(variant, 0.4):
+        d.add("final_state", unset(d.N, *d.state), d.either(*d.states))
+        options["output_final_state"] = chance(draw, 0.5)
+    d.out((d.B, d.T, d.HV, d.V), "head_first")
 
 
-def chunk_options(draw: Random, variant: Random, spec: Spec, s: Sizes, kind: str) -> None:
-    spec.maybe(variant, 0.3, chunk_size=32)
-    spec.maybe(variant, 0.3 * (kind in ("none", "state")), return_intermediate_states=True)
-    spec.maybe(variant, 0.4 * (kind == "grad"), disable_recompute=True)
-    spec.maybe(variant, 0.25, split=variant.choice((False, 2, 3)))
-    spec.maybe(variant, 0.2, batch_invariant=True)
-    if s.packed and chance(draw, 0.3):
-        spec.on_host["cu_seqlens_cpu"] = "cu_seqlens"
+def checkpoint_marks(d: Drawing, M: int, indices: Numbers) -> None:
+    shape = (d.N,) if M == 1 and chance(d.draw, 0.5) else (d.N, M)
+    d.add("checkpoint_offsets", ordered(max(d.T // 16, 1), *shape), d.index)
+    d.add("checkpoint_indices", lambda source: indices(source).reshape(shape), d.index)
 
 
-def checkpoint_buffer(
-    draw: Random, variant: Random, spec: Spec, s: Sizes, inner: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def checkpoint_buffer(d: Drawing) -> None:
     """For the checkpoints that the call has already, or for others."""
-    kind = pick(variant, ("none", 3), ("regular", 1), ("offsets", 1))
-    states = variant.choice((FP32, BF16, FP64) if dtype == FP64 else (FP32, BF16))
+    draw, kind = d.draw, pick(d.variant, ("none", 3), ("regular", 1), ("offsets", 1))
     if kind == "none":
         return
-    if "checkpoint_offsets" in spec.places:
-        # its indices are those of the pool's slots
-        add_pool(draw, spec, "checkpoint_states", spec.places["state_pool"].shape[0], inner, states)
+    if "checkpoint_offsets" in d.spec.places:
+        rows = d.spec.places["state_pool"].shape[0]  # its indices are those of the pool's slots
     elif kind == "regular":
-        n = draw.choice((64, 64, 128, 192))
-        most = s.T // n + s.N if s.packed else s.B * -(-s.T // n)
-        rows = draw.randint(0, most + 1) if s.packed else most + draw.choice((0, 0, 2))
-        spec.options["checkpoint_every"] = n
-        add_pool(draw, spec, "checkpoint_states", rows, inner, states)
+        n = d.spec.options["checkpoint_every"] = draw.choice((64, 64, 128, 192))
+        most = d.T // n + d.N if d.packed else d.B * -(-d.T // n)
+        rows = draw.randint(0, most + 1) if d.packed else most + draw.choice((0, 0, 2))
     else:
         M = draw.choice((1, 1, 2, 12))
-        rows = s.N * M + draw.choice((0, 1, 3))
-        add_pool(draw, spec, "checkpoint_states", rows, inner, states)
-        shape, own = (s.N,) if M == 1 and chance(draw, 0.5) else (s.N, M), index_dtype(variant)
-        spec.fill("checkpoint_offsets", offsets_inside(s, M, shape), own)
-        spec.fill("checkpoint_indices", distinct(rows, *shape), own)
+        rows = d.N * M + draw.choice((0, 1, 3))
+        checkpoint_marks(d, M, distinct(rows, d.N * M))
+    d.pool("checkpoint_states", rows, *d.state, dtype=d.either(*d.states))
 
 
-def offsets_inside(s: Sizes, M: int, shape: tuple[int, ...]) -> Numbers:
-    """Of checkpoints: multiples of 16 in order, some twice."""
-
-    def offsets(source: torch.Generator) -> Tensor:
-        found = torch.randint(0, max(s.T // 16, 1) + 1, (s.N, M), generator=source) * 16
-        return found.sort(dim=1).values.reshape(shape)
-
-    return offsets
-
-
-def pool_of_sequences(
-    draw: Random, variant: Random, spec: Spec, s: Sizes, inner: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    M = pick(variant, (0, 3), (1, 1), (2, 1)) if spec.op == "chunk_kda" else 0
-    slots = s.N * (1 + M) + draw.choice((0, 1, 3))
-    add_pool(draw, spec, "state_pool", slots, inner, dtype)
-    spec.maybe(variant, 0.3, null_index="non_positive")
+def pool_of_sequences(d: Drawing, M: int) -> None:
+    slots = d.N * (1 + M) + d.draw.choice((0, 1, 3))
+    d.pool("state_pool", slots, *d.state, dtype=d.either(*d.states))
+    d.null_index()
     # the slots of sequences and of checkpoints are different ones: both come from one permutation, by one seed
-    indices, kind = distinct(slots, s.N * (1 + M)), index_dtype(variant)
-    spec.fill("state_indices", lambda source: indices(source)[: s.N], kind)
-    if chance(variant, 0.5):
-        spec.fill("has_initial_state", flags(s.N), torch.bool)
+    indices = distinct(slots, d.N * (1 + M))
+    d.add("state_indices", lambda source: indices(source)[: d.N], d.index)
+    d.flags()
     if M > 0:
-        shape = (s.N,) if M == 1 and chance(draw, 0.5) else (s.N, M)
-        spec.fill("checkpoint_offsets", offsets_inside(s, M, shape), kind)
-        spec.fill("checkpoint_indices", lambda source: indices(source)[s.N :].reshape(shape), kind)
+        checkpoint_marks(d, M, lambda source: indices(source)[d.N :])
 
 
-def decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
+def decoding(d: Drawing) -> None:
+    spec, draw, variant, options = d.spec, d.draw, d.variant, d.spec.options
     served = chance(variant, 0.3)  # as engines verify, which more kernels take
-    spec, dtype = Spec(op, {}), BF16 if served else draw_dtype(variant, doubles)
-    spec_tokens = pick(variant, (None, 0 if served else 3), (1, 1), (3, 1), (7, 1), (11, 0.5), (15, 0.5), (16, 0.5))
-    s = sizes_of(draw, variant, (64, 128) if served else (16, 32, 64, 128), 17)
-    most = 1 + spec_tokens if spec_tokens else 17
-    if s.packed:
-        s.T = draw.randint(0, s.N * most)
+    d.dtype = BF16 if served else d.dtype
+    drafts = pick(variant, (None, 0 if served else 3), (1, 1), (3, 1), (7, 1), (11, 0.5), (15, 0.5), (16, 0.5))
+    d.sizes((64, 128) if served else (16, 32, 64, 128), 17)
+    most = 1 + drafts if drafts else 17
+    if d.packed:
+        d.T = draw.randint(0, d.N * most)
     else:
-        s.T = most if spec_tokens else draw.choice((1, 1, 1, 2, 5))
-        s.B = s.N = draw.choice((0, 1, 2, 5, 9)) if chance(draw, 0.1) else draw.choice((1, 2, 5, 9))
-    l2norm = chance(variant, 0.7)
-    spec.options["use_qk_l2norm_in_kernel"] = l2norm
-    gate = gate_options(variant, spec, decode=True)
-    add_tokens(draw, spec, s, dtype, variant.choice(((), ("g", "beta"))), l2norm, gate)
-    if s.packed:
-        add_offsets(draw, spec, s, most)
-    v_first = served or chance(variant, 0.7)
-    spec.options["state_v_first"] = v_first
-    inner = (s.HV, s.V, s.K) if v_first else (s.HV, s.K, s.V)
-    state_dtype = variant.choice((FP32, BF16))
-    spec.maybe(variant, 0.3, null_index="non_positive")
-    states_of_decoding(draw, variant, spec, s, inner, state_dtype, spec_tokens)
-    shape = (s.B, s.T, s.HV, s.V)
+        d.T = most if drafts else draw.choice((1, 1, 1, 2, 5))
+        d.B = d.N = draw.choice((0, 1, 2, 5, 9) if chance(draw, 0.1) else (1, 2, 5, 9))
+    d.attention(((), ("g", "beta")), "beta_is_logit")
+    d.offsets(most)
+    options["state_v_first"] = served or chance(variant, 0.7)
+    d.null_index()
+    states_of_decoding(d, drafts)
     if chance(draw, 0.5):
-        spec.fill("output", unset(*shape), dtype)
+        d.add("output", unset(d.B, d.T, d.HV, d.V), d.dtype)
     # without offsets every row is a sequence, or each `1 + num_spec_tokens`
-    rows_fit = s.packed or 1 + (spec_tokens or 0) == s.T
+    rows_fit = d.packed or 1 + (drafts or 0) == d.T
     if "initial_state" in spec.places and rows_fit and chance(variant, 0.3):
-        mix(draw, spec, s, dtype)
-    return spec
+        mix(d)
 
 
-def mix(draw: Random, spec: Spec, s: Sizes, dtype: torch.dtype) -> None:
+def mix(d: Drawing) -> None:
     """q, k and v in one row."""
-    rows, width = s.B * s.T, 2 * s.H * s.K + s.HV * s.V
-    parts = [spec.numbers.pop(name) for name in "qkv"]
+    rows, parts = d.B * d.T, [d.spec.numbers.pop(name) for name in "qkv"]
     for name in "qkv":
-        del spec.places[name]
+        del d.spec.places[name]
 
     def numbers(source: torch.Generator) -> Tensor:
         return torch.cat([part(source).flatten(2).flatten(0, 1) for part in parts], dim=1)
 
-    spec.add("mixed_qkv", dense((rows, width), dtype, pads={0: draw.choice((0, 8, 24))}), numbers)
-    for name, inner in (("g", s.HV * s.K), ("beta", s.HV)):
-        made, place = spec.numbers[name], spec.places[name]
-        spec.add(name, dense((rows, inner), place.dtype), lambda source, f=made, n=inner: f(source).reshape(rows, n))
+    d.add_rows("mixed_qkv", numbers, d.dtype, 0, 8, 24)
+    for name, inner in (("g", d.HV * d.K), ("beta", d.HV)):
+        made = d.spec.numbers[name]
+        d.add(name, lambda source, f=made, n=inner: f(source).reshape(rows, n), d.spec.places[name].dtype)
 
 
-def states_of_decoding(
-    draw: Random, variant: Random, spec: Spec, s: Sizes, inner: tuple, dtype: torch.dtype, spec_tokens: int | None
-) -> None:
-    kind = pick(variant, ("none", 1), ("own", 1), ("pool", 4), ("source", 1), ("read", 1 if spec_tokens is None else 6))
-    if spec_tokens is not None and kind in ("none", "own"):
-        kind = "pool"
-    S1 = 1 + (spec_tokens or 0)
+def states_of_decoding(d: Drawing, drafts: int | None) -> None:
+    draw, variant, options, N, S1 = d.draw, d.variant, d.spec.options, d.N, 1 + (drafts or 0)
+    kinds = (("none", 1), ("own", 1), ("pool", 4), ("source", 1), ("read", 1))
+    kind = pick(variant, *kinds if drafts is None else (("pool", 6), ("source", 1), ("read", 6)))
     if kind == "none":
-        spec.options["output_final_state"] = chance(variant, 0.5)
+        d.option("output_final_state", 1.0, False, True)
         return
+    slots, dtype = N if kind == "own" else N * S1 + draw.choice((0, 1, 4)), d.either(FP32, BF16)
+    d.pool("initial_state", slots, *d.state, dtype=dtype)
     if kind == "own":
-        add_pool(draw, spec, "initial_state", s.N, inner, dtype)
         return
-    slots = s.N * S1 + draw.choice((0, 1, 4))
-    add_pool(draw, spec, "initial_state", slots, inner, dtype)
-    kinds = index_dtype(variant)
-    if spec_tokens is not None:
-        spec.options["num_spec_tokens"] = spec_tokens
+    if drafts is not None:
+        options["num_spec_tokens"] = drafts
     if kind == "read":
-        spec.options["update_state"] = False
-        spec.fill("ssm_state_indices", distinct(slots, s.N), kinds)
-        if spec_tokens is not None:
-            rows = s.N + draw.choice((0, 2))
-            if chance(variant, 0.7):
-                add_records(draw, spec, rows, S1, (s.HV, s.K, s.V))
-            else:
-                add_pool(draw, spec, "intermediate_states", rows, (S1, *inner), dtype)
-            spec.fill("intermediate_state_indices", distinct(rows, s.N), kinds)
+        options["update_state"] = False
+        d.slots("ssm_state_indices", slots, N)
+        if drafts is not None:
+            recorded(d, S1, dtype, 0.7)
         return
-    spec.fill("ssm_state_indices", distinct(slots, *((s.N,) if spec_tokens is None else (s.N, S1))), kinds)
+    d.slots("ssm_state_indices", slots, *((N,) if drafts is None else (N, S1)))
     if kind == "source":
-        add_pool(draw, spec, "initial_state_source", slots, inner, dtype)
-        spec.fill("initial_state_indices", distinct(slots, s.N), kinds)
-    elif spec_tokens is not None and chance(variant, 0.7):
-        spec.fill("num_accepted_tokens", counts(draw.choice((0, 1)), S1 + 2, s.N), kinds)
+        d.pool("initial_state_source", slots, *d.state, dtype=dtype)
+        d.slots("initial_state_indices", slots, N)
+    elif drafts is not None and chance(variant, 0.7):
+        d.add("num_accepted_tokens", counts(draw.choice((0, 1)), S1 + 2, N), d.index)
 
 
-def add_records(draw: Random, spec: Spec, rows: int, tokens: int, sizes: tuple[int, int, int]) -> None:
-    """A replay buffer that holds records of some tokens."""
-    HV, K, V = sizes
-    width, counts = fd.replay_buffer(0, 1, 1, K, V).shape[-1], 2 * K + V
-    add_pool(draw, spec, "intermediate_states", rows, (tokens, HV, width), FP32)
-    normal = spec.numbers["intermediate_states"]
-
-    def numbers(source: torch.Generator) -> Tensor:
-        x = normal(source)
-        x[..., :K] = x[..., :K].abs().clamp(max=1)
-        x[..., counts : counts + 4] = torch.randint(0, tokens + 1, (rows, 1, 1, 1), generator=source).to(x.dtype)
-        return x
-
-    spec.numbers["intermediate_states"] = numbers
-
-
-def committing(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    spec, N, tokens = Spec(op, {}), draw.choice((0, 1, 3, 6)), draw.choice((1, 2, 4, 8, 12, 16, 17))
-    inner = (draw.choice((1, 2, 3)), variant.choice((32, 64, 128)), variant.choice((32, 64, 128)))
-    dtype, kinds = variant.choice((FP32, BF16)), index_dtype(variant)
-    slots = N + draw.choice((0, 1, 3))
-    add_pool(draw, spec, "initial_state", slots, inner, dtype)
-    if chance(variant, 0.5):
-        v_first = spec.options["state_v_first"] = chance(variant, 0.5)
-        add_records(draw, spec, slots, tokens, inner if not v_first else (inner[0], inner[2], inner[1]))
+def recorded(d: Drawing, tokens: int, dtype: torch.dtype, share: float, named: float = 1.0) -> None:
+    """A buffer for records, or for states, whose rows are named or not."""
+    rows = d.N + d.draw.choice((0, 2))
+    if chance(d.variant, share):
+        d.add_rows("intermediate_states", records(rows, tokens, d.HV, d.K, d.V), FP32, *POOL_PADS)
     else:
-        add_pool(draw, spec, "intermediate_states", slots, (tokens, *inner), dtype)
-    spec.fill("ssm_state_indices", distinct(slots, N), kinds)
-    spec.fill("num_accepted_tokens", counts(-1, tokens + 2, N), kinds)
-    if chance(variant, 0.5):
-        spec.fill("intermediate_state_indices", distinct(slots, N), kinds)
-    spec.maybe(variant, 0.3, null_index="non_positive")
-    return spec
+        d.pool("intermediate_states", rows, tokens, *d.state, dtype=dtype)
+    if chance(d.variant, named):
+        d.slots("intermediate_state_indices", rows, d.N)
 
 
-def prefilling(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    K, _, C = variant.choice(((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64)))
-    B, H, T = draw.choice((1, 2)), draw.choice((1, 2, 3)), draw.choice((0, 1, 31, 32, 63, 64, 65, draw.randint(1, 150)))
-    spec = Spec(op, {"chunk_size": C, "precision": variant.choice(("ieee", "tf32x3"))})
-    gate = variant.choice(("none", "logsigmoid"))
-    spec.options["gate"] = gate
-    shape = (B, H, T, K)
-    g = decays(*shape, floor=-50.0) if gate == "none" else normal(*shape, shift=2.0)
-    made = {"q": normal(*shape), "k": unit(*shape), "v": normal(*shape), "g": g, "beta": uniform(*shape[:3], high=1.95)}
-    for name, numbers in made.items():
-        spec.fill(name, numbers, FP32)
-    spec.maybe(draw, 0.3, scale=draw.choice((0.7, 1, -2.0)))
-    return spec
+def committing(d: Drawing) -> None:
+    draw, variant, tokens = d.draw, d.variant, d.draw.choice((1, 2, 4, 8, 12, 16, 17))
+    d.N, d.HV = draw.choice((0, 1, 3, 6)), draw.choice((1, 2, 3))
+    d.K, d.V = (variant.choice((32, 64, 128)) for _ in range(2))
+    d.option("state_v_first", 1.0, False, True)
+    slots, dtype = d.N + draw.choice((0, 1, 3)), d.either(FP32, BF16)
+    d.pool("initial_state", slots, *d.state, dtype=dtype)
+    recorded(d, tokens, dtype, 0.5, named=0.5)
+    d.slots("ssm_state_indices", slots, d.N)
+    d.add("num_accepted_tokens", counts(-1, tokens + 2, d.N), d.index)
+    d.null_index()
 
 
-def wy_stage(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    dtype = draw_dtype(variant, doubles)
-    wide = FP64 if dtype == FP64 else FP32
-    s = sizes_of(draw, variant, (32, 64, 64, 128), 150)
+def prefilling(d: Drawing) -> None:
+    draw, variant = d.draw, d.variant
+    K, C = variant.choice((64, 128)), variant.choice((32, 64))
+    T = draw.choice((0, 1, 31, 32, 63, 64, 65, draw.randint(1, 150)))
+    shape, gate = (draw.choice((1, 2)), draw.choice((1, 2, 3)), T, K), variant.choice(("none", "logsigmoid"))
+    d.spec.options |= {"chunk_size": C, "precision": variant.choice(("ieee", "tf32x3")), "gate": gate}
+    made = {"q": normal(*shape), "k": unit(*shape), "v": normal(*shape), "g": d.raw_g(gate, *shape)}
+    for name, numbers in (made | {"beta": d.raw_beta(*shape[:3])}).items():
+        d.add(name, numbers, FP32)
+    d.option("scale", 0.3, 0.7, 1, -2.0)
+
+
+def wy_stage(d: Drawing) -> None:
+    variant, dtype = d.variant, d.dtype
+    d.sizes((32, 64, 64, 128), 150)
     C, v_first = variant.choice((32, 64, 64)), chance(variant, 0.5)
-    spec = Spec(op, {"chunk_size": C, "state_v_first": v_first, "use_exp2": chance(variant, 0.4)})
-    NT = s.T // C + s.N if s.packed else -(-s.T // C)
-    inner = (s.V, s.K) if v_first else (s.K, s.V)
-    same = dtype if chance(variant, 0.6) else wide
-    own = layouts(draw, ("q", "k", "v", "v_new", "g", "beta", "A", "do", "dv"))
-    keys, values = (s.B, s.T, s.HV, s.K), (s.B, s.T, s.HV, s.V)
-    table = {
-        "q": (dtype, unit(s.B, s.T, s.H, s.K)),
-        "k": (dtype, unit(s.B, s.T, s.H, s.K)),
-        "v": (dtype, normal(*values)),
-        "v_new": (dtype, normal(*values)),
-        "g": (wide, sums_of_decays(keys)),
-        "beta": (variant.choice((wide, dtype)), uniform(s.B, s.T, s.HV)),
-        "A": (same, normal(s.B, s.T, s.HV, C, scale=C**-0.5)),
-        "h": (same, normal(s.B, NT, s.HV, *inner)),
-        "dh": (same, normal(s.B, NT, s.HV, *inner)),
-        "do": (dtype, normal(*values)),
-        "dv": (dtype, normal(*values)),
-    }
-    for name, (kind, numbers) in table.items():
-        shape = tuple(numbers(torch.Generator()).shape)
-        layout = own.get(name, "dense")
-        spec.add(name, token_place(draw, shape, kind, layout if layout != "expanded" else "dense"), numbers)
-    if s.packed:
-        add_offsets(draw, spec, s)
-    return spec
+    d.spec.options |= {"chunk_size": C, "state_v_first": v_first, "use_exp2": chance(variant, 0.4)}
+    NT = d.T // C + d.N if d.packed else -(-d.T // C)
+    same = dtype if chance(variant, 0.6) else d.wide
+    keys, values, heads = (d.B, d.T, d.H, d.K), (d.B, d.T, d.HV, d.V), (d.B, d.T, d.HV)
+    d.tokens(
+        expanded=False,
+        **dict.fromkeys("qk", (dtype, unit(*keys))),
+        **dict.fromkeys(("v", "v_new", "do", "dv"), (dtype, normal(*values))),
+        # sums that fall by up to 0.1 per token; the formulas do not ask where they begin
+        g=(d.wide, lambda source: -(torch.rand(*heads, d.K, generator=source, dtype=FP64) * 0.1).cumsum(1)),
+        beta=(d.either(), uniform(*heads)),
+        A=(same, normal(*heads, C, scale=C**-0.5)),
+    )
+    for name in ("h", "dh"):
+        d.add(name, normal(d.B, NT, *d.state), same)
+    d.offsets()
 
 
-def sums_of_decays(shape: tuple[int, ...]) -> Numbers:
-    """Sums that fall by up to 0.1 a token; the formulas do not ask where they begin."""
-    return lambda source: -(torch.rand(shape, generator=source, dtype=FP64) * 0.1).cumsum(1)
-
-
-def convolving(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
-    wide = FP64 if dtype == FP64 else FP32
-    s = sizes_of(draw, variant, (32,), 200)
+def convolving(d: Drawing) -> None:
+    spec, draw, variant = d.spec, d.draw, d.variant
+    d.sizes((32,), 200)
     D, W = draw.choice((1, 8, 24, 96, 100, 384)), variant.choice((2, 3, 4))
-    L = variant.choice((W - 1, W))
-    shape = (s.B, s.T, D)
-    spec.add("x", token_place(draw, shape, dtype, layouts(draw, "x")["x"]), normal(*shape))
-    taps = variant.choice(((D, W), (D, 1, W)))
-    spec.fill("weight", normal(*taps), variant.choice((wide, dtype)))
+    L, N = variant.choice((W - 1, W)), d.N
+    d.tokens(x=(d.dtype, normal(d.B, d.T, D)))
+    d.add("weight", normal(*variant.choice(((D, W), (D, 1, W)))), d.either())
     if chance(variant, 0.5):
-        spec.fill("bias", normal(D), variant.choice((wide, dtype)))
-    spec.maybe(variant, 0.3, activation=None)
-    if s.packed:
-        add_offsets(draw, spec, s)
+        d.add("bias", normal(D), d.either())
+    d.option("activation", 0.3, None)
+    d.offsets()
     kind = pick(variant, ("none", 1), ("state", 2), ("pool", 3), ("grad", 3))
     spec.grad = kind == "grad"
-    states = variant.choice((wide, dtype))
-    order = draw.choice(((0, 1, 2), (0, 2, 1)))
+    states, order = d.either(), draw.choice(((0, 1, 2), (0, 2, 1)))
     if kind == "pool":
-        slots = s.N + draw.choice((0, 1, 3))
-        pads = {0: draw.choice((0, 7)), 1: draw.choice((0, 1))}
-        spec.add("state_pool", dense((slots, D, L), states, order, pads), normal(slots, D, L))
-        spec.fill("state_indices", distinct(slots, s.N), index_dtype(variant))
-        spec.maybe(variant, 0.3, null_index="non_positive")
-        if chance(variant, 0.5):
-            spec.fill("has_initial_state", flags(s.N), torch.bool)
+        slots, pads = N + draw.choice((0, 1, 3)), {0: draw.choice((0, 7)), 1: draw.choice((0, 1))}
+        d.add("state_pool", normal(slots, D, L), states, order=order, pads=pads)
+        d.slots("state_indices", slots, N)
+        d.null_index()
+        d.flags()
     else:
         if kind == "state" or chance(variant, 0.5):
-            spec.add("initial_state", dense((s.N, D, L), states, order), normal(s.N, D, L))
-        spec.options["output_final_state"] = chance(variant, 0.7)
+            d.add("initial_state", normal(N, D, L), states, order=order)
+        d.option("output_final_state", 1.0, True, True, False)
         if not spec.grad and chance(variant, 0.3):
             length = L if "initial_state" in spec.places else W - 1
-            final = (s.N, D, length)
-            place = dense(final, variant.choice((wide, dtype)), order)
-            spec.add("final_state", place, unset(*final))
-    if not spec.grad and chance(draw, 0.4):
-        layout = draw.choice(("dense", "padded", "odd_offset"))
-        spec.add("out", token_place(draw, shape, dtype, layout), unset(*shape))
-    return spec
+            d.add("final_state", unset(N, D, length), d.either(), order=order)
+    d.out((d.B, d.T, D))
 
 
-def norming(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    dtype = draw_dtype(variant, doubles)
-    wide = FP64 if dtype == FP64 else FP32
-    V = variant.choice((1, 17, 32, 64, 128, 1000))
+def norming(d: Drawing) -> None:
+    draw, variant, V = d.draw, d.variant, d.variant.choice((1, 17, 32, 64, 128, 1000))
     shape = (*(draw.choice((0, 1, 2, 3, 33)) if chance(draw, 0.1) else draw.choice((1, 2, 3, 33)) for _ in range(3)), V)
-    spec = Spec(op, {"activation": variant.choice(("sigmoid", "silu")), "eps": variant.choice((1e-5, 0.1))})
-    spec.grad = chance(variant, 0.5)
-    for name, layout in layouts(draw, "xz").items():
-        # rows alike have a norm that rounding may be all of
-        layout = layout if layout != "expanded" else "dense"
-        spec.add(name, token_place(draw, shape, dtype, layout), normal(*shape))
-    spec.fill("weight", normal(V), variant.choice((wide, dtype)))
-    return spec
+    d.spec.options |= {"activation": variant.choice(("sigmoid", "silu")), "eps": variant.choice((1e-5, 0.1))}
+    d.spec.grad = chance(variant, 0.5)
+    # not expanded: rows alike have a norm that rounding may be all of
+    d.tokens(expanded=False, **dict.fromkeys("xz", (d.dtype, normal(*shape))))
+    d.add("weight", normal(V), d.either())
 
 
-def fused_decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
-    wide = FP64 if dtype == FP64 else FP32
-    spec_tokens = pick(variant, (None, 3), (1, 1), (3, 1), (7, 0.5), (16, 0.3))
-    S1, W = 1 + (spec_tokens or 0), variant.choice((2, 3, 4))
-    s = sizes_of(draw, variant, (32, 64, 128), 17)
-    s.N = draw.choice((0, 1, 2, 5))
-    rows = draw.randint(0, s.N * S1 + 2) if s.packed else s.N * S1
-    s.T = rows
-    D = 2 * s.H * s.K + s.HV * s.V
-    spec.fill("x", normal(rows, D), dtype, pads={0: draw.choice((0, 0, 8, 24))})
-    taps = variant.choice(((D, W), (D, 1, W), *(((3, W, D // 3),) if s.H == s.HV and s.K == s.V else ())))
-    spec.fill("weight", normal(*taps, scale=0.5), variant.choice((wide, dtype)))
+def fused_decoding(d: Drawing) -> None:
+    draw, variant, options = d.draw, d.variant, d.spec.options
+    drafts = pick(variant, (None, 3), (1, 1), (3, 1), (7, 0.5), (16, 0.3))
+    S1, W = 1 + (drafts or 0), variant.choice((2, 3, 4))
+    d.sizes((32, 64, 128), 17)
+    N = d.N = draw.choice((0, 1, 2, 5))
+    rows = d.T = draw.randint(0, N * S1 + 2) if d.packed else N * S1
+    D = 2 * d.H * d.K + d.HV * d.V
+    d.add_rows("x", normal(rows, D), d.dtype, 0, 0, 8, 24)
+    taps = variant.choice(((D, W), (D, 1, W), *(((3, W, D // 3),) if d.H == d.HV and d.K == d.V else ())))
+    d.add("weight", normal(*taps, scale=0.5), d.either())
     if chance(variant, 0.5):
-        spec.fill("bias", normal(D), wide)
-    gate = gate_options(variant, spec, decode=True)
-    spec.options.pop("use_gate_in_kernel", None)
-    spec.options["gate"] = gate
-    if gate != "lower_bound":
-        spec.options["lower_bound"] = None
-    spec.options["beta_is_logit"] = "beta_is_logit" in spec.options
-    shape = (rows, s.HV, s.K)
-    made = decays(*shape, floor=-50.0) if gate == "none" else normal(*shape, shift=2.0 * (gate == "logsigmoid"))
-    spec.fill("raw_g", made, variant.choice((wide, dtype)), pads={0: draw.choice((0, 8))})
-    beta = normal(rows, s.HV) if spec.options["beta_is_logit"] else uniform(rows, s.HV, high=1.95)
-    spec.fill("raw_beta", beta, variant.choice((wide, dtype)))
+        d.add("bias", normal(D), d.wide)
+    gate = d.gate("beta_is_logit")
+    options.pop("use_gate_in_kernel", None)
+    d.add_rows("raw_g", d.raw_g(gate, rows, d.HV, d.K), d.either(), 0, 8)
+    d.add("raw_beta", d.raw_beta(rows, d.HV), d.either())
     if gate in ("softplus", "lower_bound"):
-        spec.fill("A_log", uniform(s.HV, low=-1.0), FP32)
-        spec.fill("dt_bias", normal(s.HV, s.K, shift=-2.0), FP32)
+        d.add("A_log", uniform(d.HV, low=-1.0), FP32)
+        d.add("dt_bias", normal(d.HV, d.K, shift=-2.0), FP32)
     else:
-        spec.options |= {"A_log": None, "dt_bias": None}
-    v_first = spec.options["state_v_first"] = chance(variant, 0.7)
-    inner = (s.HV, s.V, s.K) if v_first else (s.HV, s.K, s.V)
-    slots = s.N * S1 + draw.choice((0, 1, 4))
-    add_pool(draw, spec, "state", slots, inner, variant.choice((FP32, BF16)))
-    L = W - 1 + (spec_tokens or 0) + draw.choice((0, 0, 2))
-    order = variant.choice(((0, 1, 2), (0, 2, 1)))
-    place = dense((slots, D, L), variant.choice((wide, dtype)), order, {0: draw.choice((0, 16))})
-    spec.add("conv_state", place, normal(slots, D, L))
-    spec.fill("output_gate", normal(rows, s.HV, s.V), dtype, pads={0: draw.choice((0, 24))})
-    spec.fill("norm_weight", normal(s.V, shift=1.0), variant.choice((wide, dtype)))
-    kinds, recorded = index_dtype(variant), spec_tokens is not None and chance(variant, 0.5)
-    shape = (s.N,) if spec_tokens is None or recorded else (s.N, S1)
-    spec.fill("state_indices", distinct(slots, *shape), kinds)
-    if spec_tokens is not None:
-        spec.options["num_spec_tokens"] = spec_tokens
+        options |= {"A_log": None, "dt_bias": None}
+    options |= {"gate": gate, "lower_bound": options.get("lower_bound"), "beta_is_logit": "beta_is_logit" in options}
+    options["state_v_first"] = chance(variant, 0.7)
+    slots, order = N * S1 + draw.choice((0, 1, 4)), variant.choice(((0, 1, 2), (0, 2, 1)))
+    d.pool("state", slots, *d.state, dtype=d.either(FP32, BF16))
+    L = W - 1 + (drafts or 0) + draw.choice((0, 0, 2))
+    d.add_rows("conv_state", normal(slots, D, L), d.either(), 0, 16, order=order)
+    d.add_rows("output_gate", normal(rows, d.HV, d.V), d.dtype, 0, 24)
+    d.add("norm_weight", normal(d.V, shift=1.0), d.either())
+    records_tokens = drafts is not None and chance(variant, 0.5)
+    d.slots("state_indices", slots, *((N,) if drafts is None or records_tokens else (N, S1)))
+    if drafts is not None:
+        options["num_spec_tokens"] = drafts
         if chance(variant, 0.7):
-            spec.fill("num_accepted_tokens", counts(0, S1 + 2, s.N), kinds)
-    if recorded:
-        buffer = s.N + draw.choice((0, 2))
-        add_records(draw, spec, buffer, S1, (s.HV, s.K, s.V))
-        spec.fill("intermediate_state_indices", distinct(buffer, s.N), kinds)
-    if s.packed:
-        add_offsets(draw, spec, s, S1)
-    spec.maybe(variant, 0.3, null_index="non_positive")
-    spec.maybe(variant, 0.3, scale=0.7)
+            d.add("num_accepted_tokens", counts(0, S1 + 2, N), d.index)
+    if records_tokens:
+        recorded(d, S1, FP32, 1.0)
+    d.offsets(S1)
+    d.null_index()
+    d.option("scale", 0.3, 0.7)
     if chance(draw, 0.5):
-        shape_of_o = (1, rows, s.HV, s.V) if s.packed else (s.N, S1, s.HV, s.V)
-        spec.fill("output", unset(*shape_of_o), dtype)
-    return spec
+        d.add("output", unset(*((1, rows) if d.packed else (N, S1)), d.HV, d.V), d.dtype)
 
 
-DRAWS = {
-    "chunk_kda": whole_sequences,
-    "fused_recurrent_kda": whole_sequences,
-    "recurrent_kda": decoding,
-    "commit": committing,
-    "kda_prefill": prefilling,
-    "chunk_bwd_wy_dqkg": wy_stage,
-    "fused_kda_decode": fused_decoding,
-    "short_convolution": convolving,
-    "gated_rms_norm": norming,
+class Operator(NamedTuple):
+    """A public function, how often it is drawn and how, and its results."""
+
+    function: Callable
+    weight: int
+    draw: Callable[[Drawing], None]
+    results: tuple[str, ...]
+
+
+OPERATORS = {
+    "chunk_kda": Operator(fd.chunk_kda, 7, whole_sequences, ("o", "final_state", "h")),
+    "fused_recurrent_kda": Operator(fd.fused_recurrent_kda, 3, whole_sequences, ("o", "final_state")),
+    "recurrent_kda": Operator(fd.recurrent_kda, 5, decoding, ("o", "final_state")),
+    "commit": Operator(fd.commit, 1, committing, ()),
+    "kda_prefill": Operator(fd.kda_prefill, 2, prefilling, ("o", "w", "u")),
+    "chunk_bwd_wy_dqkg": Operator(fd.kernels.chunk_bwd_wy_dqkg, 2, wy_stage, ("dq", "dk", "dv", "dbeta", "dg", "dA")),
+    "fused_kda_decode": Operator(fd.fused_kda_decode, 4, fused_decoding, ("o",)),
+    "short_convolution": Operator(fd.short_convolution, 2, convolving, ("o", "final_state")),
+    "gated_rms_norm": Operator(fd.gated_rms_norm, 1, norming, ("o",)),
 }
 
 
@@ -697,13 +603,12 @@ def draw_spec(seed: int, number: int, device: torch.device) -> Spec:
     which = draw.randrange(VARIANTS if on_gpu else 1000 * VARIANTS)
     which = number if number < len(OPERATORS) else which
     variant = Random(f"variant {seed}/{which}")
-    op = pick(variant, *((name, weight) for name, (_, weight) in OPERATORS.items()))
-    op = [*OPERATORS][which] if which < len(OPERATORS) else op
-    spec = DRAWS[op](op, draw, variant, doubles=not on_gpu)
+    op = pick(variant, *((name, operator.weight) for name, operator in OPERATORS.items()))
+    drawing = Drawing([*OPERATORS][which] if which < len(OPERATORS) else op, draw, variant, doubles=not on_gpu)
+    spec = drawing.spec
+    OPERATORS[spec.op].draw(drawing)
     choices = ("auto", "auto", "triton") if on_gpu else ("auto", "reference")
-    if op == "fused_recurrent_kda" and spec.grad:
-        choices = ("auto",)
-    spec.options["backend"] = draw.choice(choices)
+    spec.options["backend"] = draw.choice(("auto",) if spec.op == "fused_recurrent_kda" and spec.grad else choices)
     if spec.grad:
         spec.incoming = draw.choice([*GRADIENT_LAYOUTS]), draw.choice([*GRADIENT_LAYOUTS])
     return spec

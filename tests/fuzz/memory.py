@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -47,23 +47,15 @@ LAYOUTS = ("dense", "head_first", "last_strided", "expanded", "odd_offset", "pad
 
 
 def token_place(draw: Random, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Place:
-    """Of a tensor `[B, T, heads, ...]`."""
+    """The place of a tensor `[B, T, heads, ...]`."""
     ranks = range(len(shape))
-    if layout == "head_first":
-        return dense(shape, dtype, (0, 2, 1, *ranks[3:]))
-    if layout == "last_strided":
-        return dense(shape, dtype, pads={ranks[-1]: 1})
+    pads = {"last_strided": {ranks[-1]: 1}, "padded": {1: draw.choice((4, 7, 8))}}
+    pads["wide_rows"] = {1: draw.choice((64, 128)), 0: 16}
+    found = dense(shape, dtype, (0, 2, 1, *ranks[3:]) if layout == "head_first" else (), pads.get(layout))
     if layout == "odd_offset":
-        found = dense(shape, dtype)
-        return Place(found.shape, found.strides, dtype, draw.choice((1, 2, 3, 5)))
-    if layout == "padded":
-        return dense(shape, dtype, pads={1: draw.choice((4, 7, 8))})
-    if layout == "wide_rows":
-        return dense(shape, dtype, pads={1: draw.choice((64, 128)), 0: 16})
-    found = dense(shape, dtype)
+        return replace(found, offset=draw.choice((1, 2, 3, 5)))
     if layout == "expanded":
-        strides = tuple(0 if d in (0, 2) else s for d, s in zip(ranks, found.strides))
-        return Place(found.shape, strides, dtype)
+        return replace(found, strides=tuple(0 if d in (0, 2) else s for d, s in zip(ranks, found.strides)))
     return found
 
 

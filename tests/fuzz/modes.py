@@ -15,7 +15,7 @@ from torch import Tensor
 from ..support.layouts import lay, without_repeats
 from ..support.oracle import assert_close, poisoned_memory, relative_error, same_bits
 from . import truth
-from .draw import RESULTS, Contents, Spec
+from .draw import OPERATORS, Contents, Spec
 
 ROUNDINGS = {torch.bfloat16: 4, torch.float16: 6, torch.float32: 256, torch.float64: 2**16}
 """How many times the rounding error of its dtype a result may be off. In 16 bits operands are rounded once, and sums are in
@@ -50,7 +50,7 @@ def run(spec: Spec, call: dict, incoming: dict[str, Tensor] | None = None) -> Re
         leaves = {name: call[name].detach().requires_grad_() for name in names}
         found = spec.function(**call | leaves)
     found = (found,) if isinstance(found, Tensor) else found or ()
-    results = dict(zip(RESULTS[spec.op], found))
+    results = dict(zip(OPERATORS[spec.op].results, found))
     results = {name: x for name, x in results.items() if x is not None}
     if incoming is None:
         return results
@@ -69,29 +69,20 @@ def first_of(call: dict) -> Tensor:
 
 
 def incoming_of(spec: Spec, call: dict, seed: int) -> dict[str, Tensor]:
-    """Shapes are the call's: `o` is like v or x, and the final state lies as the options say."""
-    x, state = first_of(call), call.get("initial_state")
-    N = x.shape[0] if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if "v" in call:
-        o, K, V = call["v"], x.shape[3], call["v"].shape[3]
-        final = (N, o.shape[2], *((V, K) if call.get("state_v_first") else (K, V)))
-    else:
-        o, wide = x, x.dtype
-        final = (N, x.shape[-1], call["weight"].shape[-1] - 1 if state is None else state.shape[2])
-    source = torch.Generator().manual_seed(seed)
+    """Gradients of the results, which a call without gradients shows."""
+    source, results = torch.Generator().manual_seed(seed), run(spec, call)
 
-    def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=source, dtype=torch.float64).to(dtype).to(x.device)
+    def drawn(x: Tensor, layout: str) -> Tensor:
+        return lay(torch.randn(*x.shape, generator=source, dtype=torch.float64).to(x.dtype).to(x.device), layout)
 
-    of_o, of_state = spec.incoming
-    found = {"o": lay(drawn(*o.shape, dtype=o.dtype), of_o)}
-    return found | {"final_state": lay(drawn(*final, dtype=wide if state is None else state.dtype), of_state)}
+    return {
+        name: drawn(results[name], own) for name, own in zip(("o", "final_state"), spec.incoming) if name in results
+    }
 
 
 @dataclass
 class Wanted:
-    """What must come out: None of a call that has no defined result. Gradients are worked out when they are asked for."""
+    """Claims that must hold: None of a call that has no defined result. Gradients are worked out when they are asked for."""
 
     claims: list[truth.Claim] | None
     gradients: dict[str, Tensor] | None = None
@@ -133,7 +124,7 @@ class Case:
         self.judge(self.contents.call(), seed)
 
     def restore(self) -> None:
-        """What the call has written goes back."""
+        """Puts back what the call has written."""
         for name, memory in self.contents.memories.items():
             memory.bytes.copy_(self.before[name])
 
@@ -189,7 +180,7 @@ def hold_claims(spec: Spec, call: dict, claims: list[truth.Claim], results: Resu
     for place, claim in enumerate(claims):
         if claim.want is None or claim.group in wild:
             continue
-        where = results if claim.target in RESULTS[spec.op] else call
+        where = results if claim.target in OPERATORS[spec.op].results else call
         try:
             hold_claim(claim, where, dtype)
         except AssertionError:
@@ -214,7 +205,7 @@ def shaken(call: dict, seed: int) -> dict:
 
 
 def slack_of(spec: Spec, call: dict, place: int, claims: list[truth.Claim]) -> float:
-    """What rounding the operands once costs this claim: much where terms cancel."""
+    """Measures what rounding the operands once costs this claim: much where terms cancel."""
     want = claims[place].want
     others = (truth.claims_of(spec.op, shaken(call, n))[place].want for n in range(SHAKES))
     return SLACK * max(relative_error(other, want) for other in others)
@@ -243,7 +234,7 @@ def assert_same(found: Results, want: Results, case: Case, why: str) -> None:
     """To the bit, but for rows of no sequence."""
     for name in want:
         same = same_bits(found[name], want[name])
-        if not same and case.claims is not None and name in RESULTS[case.spec.op]:
+        if not same and case.claims is not None and name in OPERATORS[case.spec.op].results:
             claims = [claim for claim in case.claims if claim.target == name]
             same = all(same_bits(found[name][c.index], want[name][c.index]) for c in claims)
         if not same:
@@ -251,7 +242,7 @@ def assert_same(found: Results, want: Results, case: Case, why: str) -> None:
 
 
 def writes(case: Case) -> Results:
-    """What the call wrote into its arguments, where that is defined."""
+    """Copies what the call wrote into its arguments, where that is defined."""
     found = {}
     for number, claim in enumerate(case.claims or ()):
         if claim.target in case.spec.written() and claim.target not in ("out", "output"):
@@ -260,7 +251,7 @@ def writes(case: Case) -> Results:
 
 
 def outcome(case: Case) -> Results:
-    """Of a run from the contents as they were."""
+    """Runs from the contents as they were."""
     case.restore()
     with poisoned_memory():
         results = {name: x.clone() for name, x in case.run().items()}
@@ -369,7 +360,7 @@ def neighboured(case: Case, device: torch.device, seed: int) -> None:
     for number, claim in enumerate(case.claims):
         if claim.group == victim or claim.target in ("out", "output"):
             continue
-        if claim.target in RESULTS[case.spec.op]:
+        if claim.target in OPERATORS[case.spec.op].results:
             pair = (found[claim.target][claim.index], want[claim.target][claim.index])
         else:
             pair = (found[f"{claim.target}{number}"], want[f"{claim.target}{number}"])

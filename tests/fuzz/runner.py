@@ -33,7 +33,7 @@ PARTS = ("calls", "mutations")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a case: `right`, `refused` or `failed`, with what went wrong."""
+    """Verdict of a case: `right`, `refused` or `failed`, with what went wrong."""
 
     part: str
     number: int
@@ -61,13 +61,9 @@ def rerun_line(found: Outcome, seed: int, device: torch.device) -> str:
     return f"python -m tests.fuzz {case}"
 
 
-SAVED_EVERY = 10.0
-"""Seconds from one state of the file to the next: a run that is killed leaves what it found."""
-
-
 @dataclass
 class Tally:
-    """What came of all cases so far; `file` holds it, too."""
+    """Verdicts of all cases so far; `file` holds it, too."""
 
     seed: int
     device: torch.device
@@ -76,7 +72,6 @@ class Tally:
     counts: Counter = field(default_factory=Counter)
     failures: list[dict] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
-    saved: float = field(default_factory=time.monotonic)
 
     def add(self, found: Outcome) -> None:
         self.counts[found.part, found.op, found.verdict] += 1
@@ -85,7 +80,6 @@ class Tally:
             stated = {"part": found.part, "op": found.op, "case": found.number}
             self.failures.append(stated | {"message": found.message[:400], "rerun": line})
             print(f"{line}  # {found.op}: {' '.join(found.message.split())[:300]}", flush=True)
-        if found.verdict == "failed" or time.monotonic() - self.saved > SAVED_EVERY:
             self.save()
 
     @functools.cached_property
@@ -96,7 +90,6 @@ class Tally:
         return sum(n for (_, _, own), n in self.counts.items() if own == verdict)
 
     def save(self) -> None:
-        self.saved = time.monotonic()
         if self.file is not None:
             save_json(self.document(), self.file)
 

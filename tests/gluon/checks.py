@@ -1,8 +1,9 @@
-"""What the tests of interpreted prefills share: calls, poisoned memory, and checks of any call."""
+"""Shared by tests of interpreted prefills: calls, poisoned memory, and checks of any call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ import flashdelta as fd
 from ..gpu.calls import hold, slack_of
 from ..support.cases import BF16, Case
 from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import poisoned_memory, relative_error, same_bits, truth
+from ..support.oracle import poisoned_memory, same_bits, truth
 
 
 def hopper_call(case: Case, **options: object) -> dict:
@@ -25,10 +26,10 @@ def steps_call(case: Case) -> dict:
     return call | {"g": call["g"].to(BF16)}
 
 
-def poisoned(call: dict) -> tuple[Tensor, ...]:
-    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
+def poisoned(call: dict, op: Callable = fd.chunk_kda) -> tuple[Tensor, ...]:
+    """The results, with NaN in `out` and in every allocation at first."""
     with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
+        return op(**call, out=torch.full(call["v"].shape, torch.nan, dtype=call["v"].dtype))
 
 
 def check_steps(case: Case) -> None:
@@ -36,34 +37,25 @@ def check_steps(case: Case) -> None:
     hold(call, poisoned(call), truth(call), slack_of(case, call))
 
 
-def hold_errors(
-    found: Iterable[Tensor], other: Iterable[Tensor], want: Iterable[Tensor], more: Iterable[float]
-) -> None:
-    """To `more` times those of `other`, for each result."""
-    for got, old, true, times in zip(found, other, want, more):
-        assert relative_error(got, true) < times * relative_error(old, true)
-
-
-def hold_bits_alone(call: dict, sequences: Iterable[int]) -> None:
+def hold_bits_alone(call: dict, sequences: Iterable[int], op: Callable = fd.chunk_kda) -> None:
     """Each of the sequences finds the same bits without the others."""
-    together, offsets = poisoned(call), call["cu_seqlens"].tolist()
+    together, offsets = poisoned(call, op), call["cu_seqlens"].tolist()
     for n in sequences:
         tokens = slice(*offsets[n : n + 2])
         alone = call | {name: call[name][:, tokens] for name in TOKEN_TENSORS}
         alone |= {"cu_seqlens": torch.tensor([0, tokens.stop - tokens.start])}
         alone |= {"initial_state": call["initial_state"][n : n + 1]}
-        o, state = poisoned(alone)
+        o, state = poisoned(alone, op)
         assert same_bits(together[0][:, tokens], o) and same_bits(together[1][n : n + 1], state)
 
 
-def hold_nan_inside(call: dict, names: Iterable[str]) -> None:
-    """NaN in tokens of the second of three sequences reaches all of its tokens, and no other sequence."""
-    first, second, third = (slice(*ends) for ends in zip(call["cu_seqlens"].tolist(), call["cu_seqlens"].tolist()[1:]))
-    want = fd.chunk_kda(**call)
+def hold_nan_inside(call: dict, names: Iterable[str], op: Callable = fd.chunk_kda) -> None:
+    """NaN in tokens, or the state, of the second of three sequences reaches all of its tokens, and no other sequence."""
+    first, second, third = (slice(*ends) for ends in itertools.pairwise(call["cu_seqlens"].tolist()))
     spoiled = call | {name: call[name].clone() for name in names}
     for name in names:
-        spoiled[name][:, second] = torch.nan
-    found = fd.chunk_kda(**spoiled)
+        spoiled[name][(1,) if name == "initial_state" else (slice(None), second)] = torch.nan
+    found, want = op(**spoiled), op(**call)
     for tokens in (first, third):
         assert same_bits(found[0][:, tokens], want[0][:, tokens])
     assert same_bits(found[1][[0, 2]], want[1][[0, 2]])

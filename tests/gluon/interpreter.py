@@ -156,11 +156,11 @@ def record(real: type) -> type:
 
 
 _interpreted: dict[int, tuple[Any, Any]] = {}
-"""By the identity of what is kept beside it."""
+"""Keyed by the identity of what is kept beside it."""
 
 
 def interpreted(x: Any) -> Any:
-    """What a kernel's global stands for."""
+    """Translates a kernel's global."""
     if isinstance(x, tl.constexpr):
         return interpreted(x.value)
     if isinstance(x, tuple) and type(x) is tuple:

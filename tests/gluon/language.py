@@ -28,12 +28,10 @@ def flushed(x: np.ndarray) -> np.ndarray:
 
 
 def of_float(function: Callable) -> Callable:
-    """Of float32 numbers, as the GPU's approximate instructions: none too small for full precision goes in or comes out."""
+    """Applies to float32 numbers, as the GPU's approximate instructions: none too small for full precision goes in or out."""
 
     def call(x: Any) -> Value:
         x = value(x)
-        if not x.dtype.is_floating():
-            raise Fault(f"a function of real numbers of {x.dtype}")
         y = flushed(function(flushed(np.asarray(x.data, np.float32))))
         return result(y.astype(NUMPY[x.dtype], copy=False)[()], x.dtype, x.layout)
 
@@ -82,8 +80,6 @@ def fma(a: Any, b: Any, c: Any) -> Value:
 def where(condition: Any, a: Any, b: Any) -> Value:
     condition = value(condition)
     if isinstance(a, Value) and a.dtype.is_ptr():
-        if a.dtype != b.dtype:
-            raise Fault(f"a choice between {a.dtype} and {b.dtype}")
         at = np.where(condition.data, a.data, b.data)[()]
         return Value(at, a.dtype, a.layout, tuple(dict.fromkeys(a.sources + b.sources)))
     p, q, dtype, layout = meet(a, b)
@@ -118,14 +114,10 @@ def zeros_like(x: Value) -> Value:
 
 
 def join(a: Value, b: Value) -> Value:
-    if a.dtype is not b.dtype or a.shape != b.shape:
-        raise Fault(f"join of {a.dtype} {a.shape} and {b.dtype} {b.shape}")
     return Value(np.stack([a.data, b.data], axis=-1), a.dtype)
 
 
 def split(x: Value) -> tuple[Value, Value]:
-    if x.shape[-1] != 2:
-        raise Fault(f"split of shape {x.shape}, whose last dimension is not 2")
     return x.with_data(x.data[..., 0]), x.with_data(x.data[..., 1])
 
 
@@ -168,8 +160,6 @@ def static_range(*bounds: Any) -> Iterator[int]:
 
 def range_(*bounds: Any, **options: Any) -> Iterator[Value]:
     first = functools.reduce(operator.add, map(value, bounds)).dtype
-    if not first.is_int():
-        raise Fault(f"a range of {first}")
     for i in range(*(operator.index(x) for x in bounds)):
         yield Value(NUMPY[first](i), first)
 
@@ -178,7 +168,7 @@ def range_(*bounds: Any, **options: Any) -> Iterator[Value]:
 
 
 def reduce(x: Any, axis: Any, combine: Callable, keep_dims: bool = False) -> Any:
-    """Of neighbours first, so that `combine` need not commute."""
+    """Combines neighbours first, so that `combine` need not commute."""
     parts = x if isinstance(x, tuple) else (x,)
     if axis is None:
         parts, axis = tuple(part.reshape([math.prod(part.shape)]) for part in parts), 0
@@ -280,7 +270,7 @@ def dot(
 
 
 class Accumulator:
-    """Of an MMA that nobody has waited for: it is good for another MMA, and to be waited for."""
+    """Result of an MMA that nobody has waited for: it is good for another MMA, and to be waited for."""
 
     def __init__(self, like: Any):
         self.shape, self.dtype, self.layout, self.data = like.shape, like.dtype, like.layout, None
@@ -364,7 +354,7 @@ def reinterpret(x: Shared, dtype: tl.dtype, shape: Any, layout: Any) -> Shared:
 
 
 def copy_async(shared: Shared, p: Value, mask: Any = None, **options: Any) -> None:
-    at, used = memory.lanes(p, mask, "a copy")
+    at, used = memory.lanes(p, mask)
     if list(np.shape(at)) != shared.shape or p.dtype.element_ty is not shared.dtype:
         raise Fault(f"a copy of {p.dtype.element_ty} {np.shape(at)} to {shared.dtype} {shared.shape}")
     cells = memory.gather(p, at, used, 0)
@@ -378,7 +368,7 @@ def copy_async(shared: Shared, p: Value, mask: Any = None, **options: Any) -> No
 
 
 def mbarrier_arrive(barrier: Barriers, increment_count: bool = True) -> None:
-    """Of each thread, once its copies are there."""
+    """Arrives for each thread, once its copies are there."""
     partition, one = now(), barrier.one
     if increment_count:
         raise Fault("an arrival that counts itself")
@@ -450,7 +440,7 @@ def warp_specialize(
 
 
 WRITTEN_LATE: list[Callable[[], None]] = []
-"""What the kernel before this one has yet to write when it starts: written when it waits for that one."""
+"""Writes that the kernel before this one has yet to write when it starts: written when it waits for that one."""
 
 
 def gdc_wait() -> None:
@@ -503,7 +493,7 @@ PTX: dict[str, Callable] = {
     "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }": lambda at: Value(np.zeros(np.shape(at.data), np.int32), tl.int32),
     "{ .reg .pred all; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.ge.s32 all, $0, 128; @!all bra again; }": wait_for_all,
 }
-"""What pieces of assembly do. A new one needs an entry."""
+"""Meanings of pieces of assembly. A new one needs an entry."""
 
 
 def inline_asm_elementwise(

@@ -1,4 +1,4 @@
-"""What a kernel runs on: CTAs and their partitions of warps, mbarriers, and what is under way.
+"""The machine that a kernel runs on: CTAs and their partitions of warps, mbarriers, and what is under way.
 
 Everything asynchronous is done as late as the kernel allows. A copy leaves poison where it goes to until the kernel has waited
 for it. An MMA reads its operands in shared memory, and a store by TMA its source, when the kernel waits for them. A wait that
@@ -20,7 +20,7 @@ import numpy as np
 from .values import Fault
 
 Landing = Callable[[], None]
-"""What puts a copy's data where they belong."""
+"""Puts a copy's data where they belong."""
 
 
 class Partition:
@@ -33,7 +33,7 @@ class Partition:
         self.groups: deque[list[Landing]] = deque()
         self.mmas: deque[Callable[[], None]] = deque()
         self.stores: deque[Landing] = deque()
-        """By TMA."""
+        """Stores by TMA."""
         self.strand: Strand | None = None
 
     def commit_copies(self) -> None:
@@ -88,7 +88,7 @@ class Barrier:
         self.flying: list[Landing] = []
         """Copies that end in the current phase."""
         self.landed: list[Landing] = []
-        """Of earlier phases, that nobody has waited for yet."""
+        """Copies of earlier phases, that nobody has waited for yet."""
 
     def init(self, count: int) -> None:
         self.count = self.pending = count

@@ -43,16 +43,11 @@ class Memory:
         return f"{self.name} ({len(self.cells)} elements of {self.dtype})"
 
 
-def lanes(p: Value, mask: Any, access: str) -> tuple[np.ndarray, np.ndarray | None]:
+def lanes(p: Value, mask: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """Addresses, and which are used if not all are."""
-    if not p.dtype.is_ptr():
-        raise Fault(f"{access} at {p.dtype}, which is no pointer")
     if mask is None:
         return p.data, None
-    mask = value(mask)
-    if mask.dtype is not tl.int1:
-        raise Fault(f"a mask of {mask.dtype}")
-    at, used = np.broadcast_arrays(p.data, mask.data)
+    at, used = np.broadcast_arrays(p.data, value(mask).data)
     return at, None if used.all() else used
 
 
@@ -104,7 +99,7 @@ def gather_from_several(p: Value, at: np.ndarray, used: np.ndarray | None, unuse
 
 
 def load(p: Value, mask: Any = None, other: Any = None) -> Value:
-    at, used = lanes(p, mask, "a load")
+    at, used = lanes(p, mask)
     dtype = p.dtype.element_ty
     found = from_memory(gather(p, at, used, UNDEFINED[STORED[dtype]]), dtype)
     if used is not None and other is not None:
@@ -113,7 +108,7 @@ def load(p: Value, mask: Any = None, other: Any = None) -> Value:
 
 
 def store(p: Value, x: Any, mask: Any = None) -> None:
-    at, used = lanes(p, mask, "a store")
+    at, used = lanes(p, mask)
     if used is not None and not used.any():
         return
     memory, element = cells_of(p, at, used, "a store")
@@ -125,7 +120,7 @@ def store(p: Value, x: Any, mask: Any = None) -> None:
 
 
 def atomic_add(p: Value, x: Any, mask: Any = None) -> Value:
-    at, used = lanes(p, mask, "an addition")
+    at, used = lanes(p, mask)
     memory, element = cells_of(p, at, used, "an addition")
     before = from_memory(memory.cells[element], memory.dtype)
     added = np.broadcast_to(value(x).to(memory.dtype).data, np.shape(element))
@@ -152,8 +147,6 @@ class Descriptor:
     def _inside(self, coordinates: Any) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Where of the tensor and where of the tile what both have lies."""
         first = shape_of((list(coordinates),))
-        if len(first) != len(self.block_shape):
-            raise Fault(f"{len(first)} coordinates of {self.memory}, which has {len(self.block_shape)}")
         begin = [max(x, 0) for x in first]
         end = [max(min(x + n, size), b) for x, n, size, b in zip(first, self.block_shape, self.cells.shape, begin)]
         there = tuple(slice(b, e) for b, e in zip(begin, end))
@@ -308,7 +301,7 @@ class Shared:
         now().cta.unfenced.add(self.extent())
 
     def poison(self) -> None:
-        """What a copy will overwrite."""
+        """Fills what a copy will overwrite."""
         self.put(np.array(-1, f"i{self.itemsize}").view(STORED[self.dtype]))
 
     def receive(self, cells: np.ndarray) -> None:

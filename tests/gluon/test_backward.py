@@ -1,39 +1,54 @@
-"""Gradients by the Hopper kernels, interpreted: `reverse`, `wy`, `intra`, on one GPU and over ranks, against float64."""
+"""Gradients by the portable and the Hopper kernels, interpreted, against float64 autograd of the reference."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
+from flashdelta.kernels.triton import gradients as portable
+from flashdelta.kernels.triton import segments
+from flashdelta.kernels.triton import wy as portable_wy
+from flashdelta.runtime import autograd
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
+from ..support.cases import BF16, BY_NAME, FP32, HARD_CASES, LENGTH_CASES, Case, case_id
 from ..support.gradients import (
     assert_first_is_its_own,
     assert_nan_stays,
+    check_gate_sums,
     gradients,
     incoming,
     relative_errors,
     true_gradients,
 )
-from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import float64, poisoned_memory, same_bits
-from ..support.ranks import Cut, incoming_of
-from ..support.virtual import on_ranks
+from ..support.inputs import make_call
+from ..support.oracle import as_recurrent, poisoned_memory
 from ..support.wy import BY_NAME as WY_CASES
 from ..support.wy import WyCase, errors, exact, make_wy
 from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-2
 
-GRADIENTS = [
+@pytest.fixture(autouse=True)
+def products(request: pytest.FixtureRequest) -> None:
+    if "triton" in request.node.name or "portable" in request.node.name:
+        request.getfixturevalue("exact_products")
+
+
+TOLERANCE = {FP32: 3e-4, BF16: 1e-2}
+"""Bounds of the error of each gradient over its own norm and the largest gradient's: one that is nearly zero is what is left of
+larger terms."""
+
+ON_HOPPER = [
     replace(KIMI, name="packed_wide", H=1, HV=2, lengths=(1, 63, 64, 65, 0), state=FP32),
     replace(UNBOUNDED, name="packed_wide_unbounded", H=1, HV=1, lengths=(1, 63, 64, 65, 0), state=FP32, v_first=True),
     replace(KIMI, name="small_heads", H=1, HV=2, K=64, V=64, T=130),
@@ -41,81 +56,169 @@ GRADIENTS = [
         "beta_double", "no_l2norm"), *("gva3_unsafe", "state_bf16_v_first", "packed_unused", "expanded", "same_keys",
         "g-50", "zero_rows"))),
 ]  # fmt: skip
+PORTABLE = (
+    *("T0", "T33", "B0", "chunk32", "chunk32_unsafe"),
+    *("decay", "decay_promised", "softplus", "softplus_broad", "bounded", "bounded_bare", "logsigmoid"),
+    *("beta_double", "beta_value_2", "no_l2norm", "scale", "no_final_state"),
+    # one power of two and one other: the kernels' loop over value heads is of any length
+    *("gva2", "gva3_unsafe", "V32", "state", "state_v_first", "state_bf16"),
+    *("packed", "packed_int32", "packed_empty_ends", "packed_none", "packed_unused", "packed_gva", "packed_chunk32"),
+    # of the other layouts `gradients` makes dense leaves
+    "last_dim_strided",
+    *("same_keys", "same_keys_unsafe", "g-50", "forget_channels", "softplus_saturated", "zero_rows", "key_norms"),
+)
 
 
-def hopper_call(case: Case) -> dict:
-    return make_call(case, BF16) | {"backend": "hopper"}
+def small(name: str) -> Case:
+    case = BY_NAME[name]
+    heads = {} if case.H != case.HV or case.layout != "dense" else {"H": 1, "HV": 1}
+    lengths = case.lengths and tuple(min(length, 66 if name == "packed" else 20) for length in case.lengths[:4])
+    T = case.chunk_size + 2 if case in LENGTH_CASES or case in HARD_CASES or case.lengths is None else 17
+    return replace(case, B=min(case.B, 2), T=min(case.T, T), lengths=lengths, h=False, **heads)
 
 
-def hold(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def call_of(case: Case, backend: str) -> dict:
+    return make_call(case, BF16 if backend == "hopper" else FP32) | {"backend": backend}
+
+
+def hold(found: dict[str, torch.Tensor], call: dict, case: Case) -> None:
+    want = true_gradients(call, *incoming(call))
     assert found.keys() == want.keys()
-    wrong = {name: error for name, error in relative_errors(found, want).items() if not error <= TOLERANCE}
-    assert not wrong
+    # a state in bfloat16 is rounded, and so are its gradient and the final state's
+    allowed = dict.fromkeys(want, max(TOLERANCE[call["v"].dtype], 5e-3 * (case.state == BF16)))
+    if case.hard == "raw_1000" and case.gate == "softplus":
+        # it sums gradients of log decays of -1000 times them, so 1e-7 in those, which is rounding, is 1e-4 in it
+        allowed["A_log"] *= 10
+    assert not {name: x for name, x in relative_errors(found, want).items() if not x <= allowed[name]}
 
 
-@pytest.mark.parametrize("case", GRADIENTS, ids=case_id)
-def test_gradients_are_those_of_the_reference(case: Case):
-    call = hopper_call(case)
-    grads = incoming(call)
-    with poisoned_memory():
-        found = gradients(call, *grads)
-    hold(found, true_gradients(call, *grads))
-
-
-# ---- splits ----------------------------------------------------------------------------------------------------------
-
-SPLIT = [
-    replace(KIMI, name="packed", H=1, HV=1, K=64, V=64, lengths=(130, 0, 64, 257), state=FP32),
-    replace(UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True,
-        memory="long"),
-    replace(on_gpu(BY_NAME["decay"]), name="rows", B=2, T=140, memory="long"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SPLIT, ids=case_id)
-def test_gradients_of_split_sequences(case: Case):
+def check(case: Case, backend: str, **options: object) -> None:
     """Kept or computed again, the same bits."""
-    call = hopper_call(case) | {"split": 4}
+    call = call_of(case, backend) | options
     grads = incoming(call)
     with poisoned_memory():
         found, again = (gradients(call | {"disable_recompute": kept}, *grads) for kept in (True, False))
-    hold(found, true_gradients(call, *grads))
+    hold(found, call, case)
     assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
+CASES = [*((small(name), "triton") for name in PORTABLE), *((case, "hopper") for case in ON_HOPPER)]
 LONG = replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(576,), state=FP32, memory="long")
-"""In two segments, which take less memory than its values."""
+FEW = {"chunk_size": 32, "K": 32, "V": 32, "H": 1, "HV": 1}
+V_FIRST = replace(BY_NAME["state_bf16_v_first"], T=66, **FEW)
+SPLIT = [
+    # segments of unequal length beside a sequence of one chunk, an empty one and one that stays whole
+    (replace(BY_NAME["packed"], name="packed", T=0, lengths=(40, 0, 68, 5), h=False, **FEW), "triton"),
+    (replace(BY_NAME["softplus"], name="rows", B=2, T=66, **FEW), "triton"),
+    (V_FIRST, "triton"),
+    # which go from segment to segment through memory
+    (replace(BY_NAME["softplus"], name="wide states", T=66, **FEW | {"K": 256}), "triton"),
+    (replace(LONG, name="packed", lengths=(130, 0, 64, 257)), "hopper"),
+    (replace(UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True,
+        memory="long"), "hopper"),
+    (replace(on_gpu(BY_NAME["decay"]), name="rows", B=2, T=140, memory="long"), "hopper"),
+]  # fmt: skip
 
 
-def test_gradients_by_segments_that_the_forward_left():
-    """The same bits as by those that are formed again, and by what the whole forward leaves; in a second backward pass, too."""
-    call = hopper_call(LONG) | {"split": 2}
-    grads = incoming(call)
-    q = call["q"].detach().requires_grad_()
-    results = fd.chunk_kda(**call | {"q": q})
-    *_, segments = results[0].grad_fn.saved_tensors
-    assert 0 < segments.nbytes <= call["v"].nbytes
-    with poisoned_memory():
-        first, second = (torch.autograd.grad(results[0].sum(), q, retain_graph=True) for _ in range(2))
-        found, kept = (gradients(call | {"disable_recompute": kept}, *grads) for kept in (False, True))
-    assert torch.equal(*first, *second) and all(torch.equal(x, found[name]) for name, x in kept.items())
+def ids(x: object) -> str:
+    return getattr(x, "name", str(x))
 
 
-@pytest.mark.parametrize(("case", "sms"), [(GRADIENTS[0], 2), (SPLIT[1], 1)], ids=["kept", "split"])
-def test_few_ctas_change_no_bit(case: Case, sms: int):
-    """Nor does what is kept. One SM has fewer CTAs than a transition has slices."""
-    call = hopper_call(case) | {"split": 3 if case is SPLIT[1] else False}
+@pytest.mark.parametrize(("case", "backend"), CASES, ids=ids)
+def test_gradients_are_those_of_the_reference(case: Case, backend: str):
+    check(case, backend)
+
+
+@pytest.mark.parametrize(("case", "backend"), SPLIT, ids=ids)
+def test_gradients_of_split_sequences(case: Case, backend: str):
+    check(case, backend, split=3)
+
+
+@pytest.mark.parametrize(("case", "split", "sms"), [(ON_HOPPER[0], False, 2), (SPLIT[5][0], 3, 1)])
+def test_few_ctas_change_no_bit(case: Case, split: bool | int, sms: int):
+    """One SM has fewer CTAs than a transition has slices."""
+    call = call_of(case, "hopper") | {"split": split}
     grads = incoming(call)
     want = gradients(call, *grads)
     with poisoned_memory(), hopper_on_cpu(sms=sms, workers_first=False):
-        found = gradients(call | {"disable_recompute": case is GRADIENTS[0]}, *grads)
+        found = gradients(call, *grads)
     assert all(torch.equal(x, want[name]) for name, x in found.items())
 
 
-@pytest.mark.parametrize("split", [False, 3])
-@pytest.mark.parametrize("hold", [assert_first_is_its_own, assert_nan_stays])
-def test_a_sequence_s_gradients_are_its_own(hold: Callable, split: bool | int):
-    hold(hopper_call(replace(SPLIT[0], lengths=(200, 130))) | {"split": split})
+@pytest.mark.parametrize("hold_sequence", [assert_first_is_its_own, assert_nan_stays])
+@pytest.mark.parametrize(("backend", "split"), [("triton", False), ("hopper", False), ("hopper", 3)])
+def test_a_sequence_s_gradients_are_its_own(hold_sequence: Callable, backend: str, split: bool | int):
+    case = replace(LONG, lengths=(200, 130)) if backend == "hopper" else replace(BY_NAME["packed"], lengths=(17, 40))
+    hold_sequence(call_of(replace(case, h=False), backend) | {"split": split})
+
+
+def test_gradients_of_sums():
+    """Which come in as one number, expanded."""
+    call = call_of(small("state"), "triton")
+    v = call["v"].requires_grad_()
+    results = fd.chunk_kda(**call)
+    (found,) = torch.autograd.grad(sum(x.sum() for x in results), v, retain_graph=True)
+    (want,) = torch.autograd.grad(results, v, [torch.ones_like(x) for x in results])
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", ["bounded", "packed_int32"])
+def test_what_is_kept_is_not_computed_again(name: str):
+    """And the token recurrence has the gradients of the chunks."""
+    call = call_of(small(name), "triton")
+    grads = incoming(call)
+    by_token = gradients(as_recurrent(call), *grads, op=fd.fused_recurrent_kda)
+    with mock.patch.object(portable, "scan", wraps=portable.scan) as scan, poisoned_memory():
+        found = gradients(call | {"disable_recompute": True}, *grads)
+    assert scan.call_count == 1 and all(torch.equal(x, by_token[name]) for name, x in found.items())
+
+
+# ---- what a forward leaves -------------------------------------------------------------------------------------------
+
+
+def test_gradients_by_segments_that_the_forward_left():
+    """In two segments, which take less memory than values. The same bits in a second backward pass."""
+    call = call_of(LONG, "hopper") | {"split": 2}
+    q = call["q"].detach().requires_grad_()
+    results = fd.chunk_kda(**call | {"q": q})
+    *_, left = results[0].grad_fn.saved_tensors
+    assert 0 < left.nbytes <= call["v"].nbytes
+    with poisoned_memory():
+        first, second = (torch.autograd.grad(results[0].sum(), q, retain_graph=True) for _ in range(2))
+    assert torch.equal(*first, *second)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["segments", "all"])
+def test_checkpointing_drops_what_a_forward_keeps(kept: bool, monkeypatch: pytest.MonkeyPatch):
+    """And a backward pass by segments that the forward left forms none."""
+    left, forward = [], autograd.Differentiable.forward
+    formed, form = [], segments.transitions
+
+    def noted(*arguments: object) -> dict[str, torch.Tensor]:
+        found = forward(*arguments)
+        left.extend(weakref.ref(x.untyped_storage()) for name, x in found.items() if name in autograd.KEPT.values())
+        return found
+
+    monkeypatch.setattr(autograd.Differentiable, "forward", noted)
+    monkeypatch.setattr(segments, "transitions", lambda *arguments: formed.append(1) or form(*arguments))
+    call = call_of(replace(V_FIRST, V=64, T=160), "triton") | {"disable_recompute": kept, "split": 3}
+    q = call.pop("q").requires_grad_()
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return fd.chunk_kda(q=q, **call)[0].sum()
+
+    (plain,) = torch.autograd.grad(run(q), q)
+    count = len(left)
+    assert len(formed) == 1
+    loss = checkpoint(run, q, use_reentrant=False)
+    gc.collect()
+    assert count == (4 if kept else 1) and [x() for x in left[count:]] == [None] * count
+    assert torch.equal(*torch.autograd.grad(loss, q), plain) and len(left) == 3 * count
+
+
+@pytest.mark.parametrize(("slots", "present"), [(0, (True, True)), (65, (True, False)), (1030, (False, True))])
+def test_gates_gradients_are_summed_over_all_chunks(slots: int, present: tuple[bool, bool]):
+    check_gate_sums(slots, present)
 
 
 # ---- `chunk_bwd_wy_dqkg` -----------------------------------------------------------------------------------------------
@@ -128,21 +231,16 @@ WY = [
 ]
 
 
-def check_wy(case: WyCase) -> None:
-    call = make_wy(case, BF16)
+def check_wy(case: WyCase, backend: str = "hopper") -> None:
+    call = make_wy(case, BF16 if backend == "hopper" else FP32)
     with poisoned_memory():
-        found = errors(fd.kernels.chunk_bwd_wy_dqkg(**call, backend="hopper"), exact(call))
-    assert all(error <= TOLERANCE for error in found.values()), found
+        found = errors(fd.kernels.chunk_bwd_wy_dqkg(**call, backend=backend), exact(call))
+    assert all(error <= (1e-2 if backend == "hopper" else 1e-6) for error in found.values()), found
 
 
-@pytest.mark.parametrize("case", WY, ids=lambda case: f"{case.name}-K{case.K}-V{case.V}")
+@pytest.mark.parametrize("case", [*WY, replace(WY[0], layout="odd_offset")], ids=lambda x: f"{x.name}-{x.K}-{x.V}")
 def test_wy(case: WyCase):
-    check_wy(case)
-
-
-def test_wy_off_every_boundary():
-    """By way of copies; the states', too."""
-    case = replace(next(case for case in WY if case.layout == "dense"), layout="odd_offset")
+    """Off every boundary by way of copies; the states', too."""
     check_wy(case)
 
 
@@ -153,76 +251,24 @@ def test_wy_of_persistent_ctas(v_first: bool, sms: int):
         check_wy(WyCase("persistent", "", K=128, V=128, B=2, T=150, H=1, HV=2, log2=True, v_first=v_first))
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-PACKED = replace(KIMI, H=1, HV=1, lengths=(40, 0, 171, 13), state=FP32, memory="long")
-RANKS: dict[str, tuple[Case, int, bool, bool]] = {
-    "packed": (PACKED, 2, False, True),
-    "no relay": (PACKED, 2, False, False),
-    "kept": (
-        replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(576,), state=FP32, v_first=True, memory="long"),
-        3,
-        True,
-        True,
-    ),
-    # one starts on the rank between
-    "three": (replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(80, 112), state=FP32, memory="long"), 3, False, True),
-}
-"""Calls, of how many ranks, whether they keep what their forwards made, and whether the first of two relays."""
+@pytest.mark.parametrize("held", [False, True], ids=["sliced", "held"])
+@pytest.mark.parametrize("case", WY_CASES.values(), ids=case_id)
+def test_portable_wy(case: WyCase, held: bool, monkeypatch: pytest.MonkeyPatch):
+    if held:  # as on Hopper
+        config = portable_wy.WyConfig
+        monkeypatch.setattr(portable_wy, "wy_config", lambda problem, capability: config(16, problem.V, 4, 3))
+    heads = {"H": 1, "HV": 1} if case.H == case.HV else {}
+    check_wy(replace(case, T=min(case.T, 66), **heads), "triton")
 
 
-@pytest.mark.parametrize(
-    ("name", "sms", "split"), [*((name, None, "auto") for name in RANKS), ("packed", 1, 3), ("kept", 1, 3)]
-)
-def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int):
-    """Also where each cuts its tokens into segments."""
-    case, ranks, kept, relay = RANKS[name]
-    call = hopper_call(case) | {"output_final_state": True}
-    cut = Cut(call, ranks, incoming_of(call), relay=relay)
-    truth = Cut(float64(call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
-    with poisoned_memory(), hopper_on_cpu(sms=sms):
-        found = cut.over_ranks(disable_recompute=kept, split=split)
-    hold(found, truth)
-
-
-@pytest.mark.parametrize(("v_first", "HV", "sms"), [(False, 1, None), (True, 3, 2)], ids=["tiles", "stream-K"])
-def test_two_ranks_have_the_bits_of_one(v_first: bool, HV: int, sms: int | None):
-    """Of whole chunks, as each goes on from what the scan of the other ends with: results and gradients, but for those of
-    parameters, which the ranks have a share of each."""
-    case = replace(KIMI, H=1, HV=HV, K=64, V=64, lengths=(256,), state=FP32, v_first=v_first, memory="long")
-    call = hopper_call(case)
-    cut = Cut(call | {"output_final_state": True}, 2, incoming_of(call))
-    with hopper_on_cpu(sms=sms):
-        found, wanted = cut.over_ranks(), cut.whole()
-    assert found.keys() == wanted.keys()
-    assert all(same_bits(found[name], x) for name, x in wanted.items() if name not in ("A_log", "dt_bias"))
-
-
-def test_batch_rows_of_two_ranks_have_the_bits_of_one():
-    """Each row's state and gradient is in a packet of its own."""
-    case = replace(KIMI, B=3, H=1, HV=1, K=64, V=64, T=256, state=FP32, memory="long")
-    call = hopper_call(case) | {"output_final_state": True}
-    states = call.pop("initial_state")
-    do, dht = torch.randn(3, 256, 1, 64).bfloat16(), torch.randn_like(states)
-
-    def step(tokens: slice, last: bool, **options: Any) -> list[torch.Tensor]:
-        own = [call[name][:, tokens].detach().clone().requires_grad_() for name in TOKEN_TENSORS]
-        initial = states.clone().requires_grad_()
-        given = call | dict(zip(TOKEN_TENSORS, own)) | {"initial_state": initial} | options
-        o, final_state = fd.chunk_kda(**given)
-        if last:
-            torch.autograd.backward([o, final_state], [do[:, tokens], dht])
-        else:
-            o.backward(do[:, tokens])
-        return [final_state, initial.grad, o, *(x.grad for x in own)]
-
-    def run(group: Any) -> list[torch.Tensor]:
-        first = group.rank() == 0
-        return step(slice(0, 128) if first else slice(128, 256), not first, group=group)
-
-    with poisoned_memory(), hopper_on_cpu():
-        (_, grad, *first), (final_state, cleared, *second) = on_ranks(2, run)
-    with hopper_on_cpu():
-        wanted = step(slice(None), True)
-    joined = [final_state, grad, *(torch.cat(x, dim=1) for x in zip(first, second))]
-    assert all(same_bits(x, y) for x, y in zip(joined, wanted, strict=True)) and not cleared.any()
+def test_wy_of_a_sequence_is_its_own():
+    """Whatever is NaN in another, or has no row of states, as offsets promise more chunks than there are."""
+    call = make_wy(WY_CASES["packed32"]) | {"backend": "triton"}
+    clean = fd.kernels.chunk_bwd_wy_dqkg(**call)
+    call["do"] = call["do"].clone()
+    call["do"][:, 3] = torch.nan
+    found = fd.kernels.chunk_bwd_wy_dqkg(**call)
+    assert all(torch.equal(x[:, 33:], y[:, 33:]) for x, y in zip(found, clean)) and found[0][:, 3].isnan().all()
+    call = make_wy(WY_CASES["packed"]) | {"backend": "triton"}
+    want, few = fd.kernels.chunk_bwd_wy_dqkg(**call), {name: call[name][:, :2] for name in ("h", "dh")}
+    assert all(torch.equal(x[:, :81], y[:, :81]) for x, y in zip(fd.kernels.chunk_bwd_wy_dqkg(**call | few), want))

@@ -38,7 +38,7 @@ def stream_k() -> None:
 
 
 def gradients() -> None:
-    test_backward.test_gradients_are_those_of_the_reference(PACKED)
+    test_backward.check(PACKED, "hopper")
 
 
 def persistent_wy() -> None:

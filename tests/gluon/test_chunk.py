@@ -13,14 +13,7 @@ from flashdelta.kernels.hopper import build, recurrence
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
 from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import (
-    assert_close,
-    chunked_truth,
-    covered_tokens,
-    same_bits,
-    tolerance_of,
-    truth,
-)
+from ..support.oracle import assert_close, chunked_truth, covered_tokens, same_bits, tolerance_of, truth
 from ..support.stream_k import Work
 from ..unit.test_hopper_choice import TABLE
 from .checks import hold_nan_inside, hopper_call, poisoned, steps_call
@@ -41,101 +34,69 @@ NAMES = {
     *("T1", "T17", "T64", "T131", "T0", "B0", "B3", "decay", "softplus_broad", "bounded_bare", "logsigmoid"),
     *("beta_double", "beta_value_2", "no_l2norm", "scale", "no_final_state", "h", "gva3_unsafe", "state_strided"),
     *("state_v_first", "state_bf16", "packed", "packed_empty_ends", "packed_none", "packed_unused", "packed_gva"),
-    *(
-        "packed_tokens",
-        "fused",
-        "tokens_innermost",
-        "expanded",
-        "padded",
-        "odd_offset",
-        "same_keys",
-        "same_keys_unsafe",
-    ),
+    *("packed_tokens", "fused", "tokens_innermost", "expanded", "padded", "odd_offset", "same_keys"),
     *("no_decay", "g-50", "g_mixed", "forget_channels", "softplus_saturated", "zero_rows", "key_norms_unbounded"),
+    "same_keys_unsafe",
 }
 """One of those that differ by the same thing; the GPU tier has all."""
+DIMS = {"bounded": (64, 64), "wide_gate": (64, 128), "softplus": (128, 128), "h_v_first": (64, 128)}
+CASES = [case for case in TABLE if case.name in NAMES]
+CASES += [replace(BY_NAME[name], name=f"{name} K{K} V{V}", H=1, HV=2, K=K, V=V) for name, (K, V) in DIMS.items()]
 
 
-@pytest.mark.parametrize("case", [case for case in TABLE if case.name in NAMES], ids=case_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_cases(case: Case):
     check(case)
-
-
-@pytest.mark.parametrize(
-    ("name", "K", "V"), [("bounded", 64, 64), ("wide_gate", 64, 128), ("softplus", 128, 128), ("h_v_first", 64, 128)]
-)
-def test_head_dims(name: str, K: int, V: int):
-    check(replace(BY_NAME[name], H=1, HV=2, K=K, V=V))
 
 
 # ---- how CTAs and their partitions take turns ------------------------------------------------------------------------
 
 LONG = replace(KIMI, name="long", H=1, HV=1, K=64, V=64, memory="long")
-PERSISTENT = [
-    replace(LONG, name="rows", B=3, T=300, state=FP32),
-    replace(LONG, name="packed", HV=2, lengths=(130, 0, 300, 1, 65), state=FP32, h=True),
-    replace(UNBOUNDED, name="wide", H=1, HV=1, lengths=(330, 5, 70), state=FP32, v_first=True, memory="long"),
-]
+WIDE = replace(UNBOUNDED, name="wide", H=1, HV=1, lengths=(330, 5, 70), state=FP32, v_first=True, memory="long")
+# a CTA does several tiles, one after another; the loader is as far ahead as it may be, or as late; the last CTA is first
+TILES, LATE, LAST = {"sms": 2}, {"workers_first": False, "last_first": True}, {"last_first": True}
+TURNS = [
+    (replace(LONG, name="rows", B=3, T=300, state=FP32), False, [TILES]),
+    (replace(LONG, name="packed", HV=2, lengths=(130, 0, 300, 1, 65), state=FP32, h=True), False, [TILES, LATE]),
+    (WIDE, False, [TILES, LATE]),
+    (replace(LONG, name="one length", H=5, HV=5, T=500, state=FP32), True, [{"sms": 3}, {"sms": 3} | LAST]),
+    (replace(LONG, name="uneven", H=3, HV=3, lengths=(400, 0, 300, 64, 1), state=FP32, h=True), True,
+        [{"sms": 3}, {"sms": 3} | LAST]),
+    (replace(WIDE, name="wide V64", V=64, lengths=(200, 0, 520), v_first=False), True, [TILES, TILES | LAST]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PERSISTENT, ids=case_id)
-def test_persistent_ctas_change_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch):
-    """A CTA does several tiles, one after another."""
-    monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: False)
+@pytest.mark.parametrize(
+    ("case", "stream_k", "orders"), TURNS, ids=[f"{x.name}{', stream-K' * k}" for x, k, _ in TURNS]
+)
+def test_turns_change_no_bit(case: Case, stream_k: bool, orders: list[dict], monkeypatch: pytest.MonkeyPatch):
+    """States go from CTA to CTA by stream-K."""
     call = hopper_call(case, split=False)
     want = poisoned(call)
     hold(call, want, chunked_truth(call))
-    with hopper_on_cpu(sms=2):
-        assert_same_bits(poisoned(call), want, covered_tokens(call))
-
-
-@pytest.mark.parametrize("case", PERSISTENT[1:], ids=case_id)
-def test_whichever_runs_first_changes_no_bit(case: Case):
-    """The loader as far ahead as it may be, or as late; the first CTA, or the last."""
-    call = hopper_call(case)
-    want = poisoned(call)
-    with hopper_on_cpu(workers_first=False, last_first=True):
-        assert_same_bits(poisoned(call), want, covered_tokens(call))
-
-
-STREAM_K = [
-    (replace(LONG, name="one length", H=5, HV=5, T=500, state=FP32), 3),
-    (replace(LONG, name="uneven", H=3, HV=3, lengths=(400, 0, 300, 64, 1), state=FP32, h=True), 3),
-    (replace(UNBOUNDED, name="wide", H=1, HV=1, V=64, lengths=(200, 0, 520), state=FP32, memory="long"), 2),
-]
-
-
-@pytest.mark.parametrize(("case", "groups"), STREAM_K, ids=[case.name for case, _ in STREAM_K])
-def test_stream_k_changes_no_bit(case: Case, groups: int, monkeypatch: pytest.MonkeyPatch):
-    """States go from CTA to CTA, the last of which asks first."""
-    call = hopper_call(case, split=False)
-    offsets = tuple(call["cu_seqlens"].tolist()) if case.lengths else None
-    assert Work(case.HV, groups, case.tokens, case.sequences, offsets).carries > 0
-    want = poisoned(call)
-    hold(call, want, chunked_truth(call))
-    monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: True)
-    for last_first in (False, True):
-        with hopper_on_cpu(sms=groups * (case.V // 64), last_first=last_first):
+    if stream_k:
+        offsets = tuple(call["cu_seqlens"].tolist()) if case.lengths else None
+        assert Work(case.HV, orders[0]["sms"], case.tokens, case.sequences, offsets).carries > 0
+    monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: stream_k)
+    for order in orders:
+        with hopper_on_cpu(**order):
             assert_same_bits(poisoned(call), want, covered_tokens(call))
 
 
 CHECKED = [
-    (replace(LONG, name="rows", B=2, H=2, HV=2, K=128, T=500, state=FP32), 3, 5),
-    (replace(LONG, name="uneven", H=3, HV=3, K=128, lengths=(400, 0, 300, 64, 1), state=FP32, v_first=True), 3, 7),
+    (replace(LONG, name="rows", B=2, H=2, HV=2, K=128, T=500, state=FP32), 5, False),
+    (replace(LONG, name="uneven", H=3, HV=3, K=128, lengths=(400, 0, 300, 64, 1), state=FP32, v_first=True), 7, True),
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "groups", "stored", "steps"), [(*CHECKED[0], False), (*CHECKED[1], True)], ids=["chunks", "steps"]
-)
+@pytest.mark.parametrize(("case", "stored", "steps"), CHECKED, ids=["chunks", "steps"])
 def test_stream_k_with_checkpoints_changes_no_bit(
-    case: Case, groups: int, stored: int, steps: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, stored: int, steps: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Chunk grids that start anew, in what one CTA has of a sequence and in what the next has."""
     monkeypatch.setattr(build, "STEPS_FROM", dict.fromkeys(build.STEPS_FROM, 1 if steps else 999))
     call = steps_call(case)
-    N = len(call["cu_seqlens"]) - 1 if case.lengths else case.B
-    offsets = torch.tensor([[64, 144, 288], [16, 48, 0], [0, 208, 288], [32, 64, 0], [0, 0, 0]])[:N]
+    offsets = torch.tensor([[64, 144, 288], [16, 48, 0], [0, 208, 288], [32, 64, 0], [0, 0, 0]])[: case.sequences]
     rows = torch.arange(offsets.numel(), dtype=torch.int32).view_as(offsets)
 
     def run(stream_k: bool) -> tuple[torch.Tensor, ...]:
@@ -146,7 +107,7 @@ def test_stream_k_with_checkpoints_changes_no_bit(
 
     want = run(False)
     assert want[-1].flatten(1).any(1).sum() == stored
-    with hopper_on_cpu(sms=groups * (case.V // 64), last_first=True):
+    with hopper_on_cpu(sms=3, last_first=True):
         found = run(True)
     assert_same_bits(found, want, covered_tokens(call))
 
@@ -160,22 +121,20 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize(("case", "parts"), zip(SPLIT, (64, 3, 3)), ids=[case.name for case in SPLIT])
-def test_split_is_the_recurrence(case: Case, parts: int):
-    check(case, split=parts)
-
-
-@pytest.mark.parametrize("sms", [1, 4])
-def test_few_ctas_of_a_split(sms: int):
-    """Each does several transitions and segments, also where a transition has more slices than there are SMs."""
+@pytest.mark.parametrize(
+    ("case", "parts", "sms"),
+    [
+        *((SPLIT[0], 64, None), (SPLIT[1], 3, None), (SPLIT[2], 3, None)),
+        # several transitions and segments for each CTA, also where a transition has more slices than there are SMs
+        *((SPLIT[1], 3, 1), (SPLIT[1], 3, 4)),
+        # CTAs as many as slices, one after another
+        (replace(SPLIT[1], HV=1, lengths=(63, 0, 130)), False, 1),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_split_is_the_recurrence(case: Case, parts: int, sms: int | None):
     with hopper_on_cpu(sms=sms):
-        check(SPLIT[1], split=3)
-
-
-def test_one_sm_does_a_whole_call():
-    """Its CTAs are as many as slices, one after another."""
-    with hopper_on_cpu(sms=1):
-        check(replace(SPLIT[1], HV=1, lengths=(63, 0, 130)), split=False)
+        check(case, split=parts)
 
 
 def test_forced_split_of_a_sequence_is_its_own():

@@ -1,4 +1,4 @@
-"""`decode`, `verify` and `commit` on Hopper, interpreted, against a plain loop."""
+"""`decode`, `verify` and `commit`, portable and on Hopper, interpreted, against a plain loop."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import flashdelta as fd
 
 from ..gpu.test_decode import MODELS
 from ..support.cases import BF16, FP32, case_id
-from ..support.decoding import SINGLE_BF16, Step
+from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
     RECORD_CHECKS,
+    REPLAYED,
     WHOLE_HEADS,
+    check_commit,
     check_replay,
     check_rounds,
     check_step,
+    commit_call,
     counts_of,
 )
 from ..support.readouts import check_readout
@@ -29,24 +32,52 @@ pytestmark = pytest.mark.slow
 KIMI_BF16 = next(step for step in MODELS if step.name == "kimi_bf16")
 
 
-STEPS = [step for i, step in enumerate(SINGLE_BF16) if i % 4 in (0, 3)]
-"""Of two with other head dims one each."""
+HOPPER_STEPS = [step for i, step in enumerate(SINGLE_BF16) if i % 4 in (0, 3)]
+"""One of two steps with other head dims."""
 
 
-@pytest.mark.parametrize("step", [*STEPS, replace(KIMI_BF16, H=2, HV=2)], ids=case_id)
+@pytest.mark.parametrize("step", [*HOPPER_STEPS, replace(KIMI_BF16, H=2, HV=2)], ids=case_id)
 def test_step(step: Step, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.kernels.hopper.decode.DECODE_FEW", 0)
     check_step(fd.recurrent_kda, step, BF16, "hopper")
 
 
-REPLAYED = {step.name: step for step in HOPPER_REPLAYED}
-"""With states in bfloat16, where there are both."""
+LARGE = ("k_first", "bf16", "bf16_k_first", "V64", "K16")
+"""Steps with launch parameters of their own for many sequences and heads."""
 
 
-@pytest.mark.parametrize("step", REPLAYED.values(), ids=lambda step: step.name)
+@pytest.mark.parametrize(
+    ("step", "dtype", "few"),
+    [
+        *((step, FP32, None) for step in STEPS),
+        *((BY_NAME[name], torch.float16, None) for name in ("paged", "mixed_rows", "spec_packed", "verify")),
+        *((BY_NAME[name], FP32, 0) for name in LARGE),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_portable_step(step: Step, dtype: torch.dtype, few: int | None, monkeypatch: pytest.MonkeyPatch):
+    if few is not None:
+        monkeypatch.setattr("flashdelta.kernels.triton.decode.DECODE_FEW", few)
+    check_step(fd.recurrent_kda, step, dtype, "triton")
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("rows", [None, (1, 0, 5, 2), (-1, 0, 6, 2)], ids=str)
+def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
+    check_commit(commit_call(state, rows), "triton")
+    if rows is not None:
+        check_commit(commit_call(state, rows) | {"null_index": "non_positive"}, "triton")
+
+
+@pytest.mark.parametrize("step", {step.name: step for step in HOPPER_REPLAYED}.values(), ids=case_id)
 def test_a_replay_is_the_accepted_state(step: Step):
-    """What the kernels find is held to the portable ones', which are interpreted too."""
+    """Holds what the kernels find to the portable ones', which are interpreted too."""
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
+
+
+@pytest.mark.parametrize("step", REPLAYED[::2], ids=case_id)
+def test_portable_replay(step: Step):
+    check_replay(step, FP32, "triton")
 
 
 @pytest.mark.parametrize("step", WHOLE_HEADS[::2], ids=lambda step: step.name)
@@ -64,9 +95,18 @@ def test_rounds_of_replay_are_steps_one_by_one(options: dict):
     check_rounds(4, "hopper", K=64, dtype=BF16, **options)
 
 
-@pytest.mark.parametrize("name", RECORD_CHECKS)
-def test_records(name: str):
-    RECORD_CHECKS[name](backend="hopper", K=64, dtype=BF16)
+def test_rounds_of_portable_replay():
+    check_rounds(3, "triton", S=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {"backend": "hopper", "K": 64, "dtype": BF16}) for name in RECORD_CHECKS),
+        *((name, {"backend": "triton"}) for name in [*RECORD_CHECKS][::2])],
+    ids=lambda x: x if isinstance(x, str) else x["backend"],
+)  # fmt: skip
+def test_records(name: str, options: dict):
+    RECORD_CHECKS[name](**options)
 
 
 @pytest.mark.parametrize(

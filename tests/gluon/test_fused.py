@@ -1,4 +1,4 @@
-"""`fused_kda_decode` on Hopper, interpreted, against a plain loop in float64."""
+"""`fused_kda_decode`, portable and on Hopper, interpreted, against a plain loop in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import flashdelta as fd
 from ..compile.variants import Variant
 from ..support.cases import BF16, FP32
 from ..support.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, expected_fused, make_fused
-from ..support.fused_checks import HOPPER_FUSED, check_fused, heads_of, hold_fused
+from ..support.fused_checks import HOPPER_FUSED, chain, check_fused, heads_of, hold_fused
+from ..support.oracle import assert_close, same_bits
 from .language import WRITTEN_LATE
 
 
@@ -23,7 +24,7 @@ def test_kernel_is_the_loop(step: FusedStep):
 
 @pytest.mark.parametrize(("group", "before"), [(1, 0), (1, 2**30), (2, 7), (2, -1)])
 def test_an_index_that_the_kernel_before_writes_late(group: int, before: int):
-    """What lies in a slot is asked for by what the index was before; what counts is what it is."""
+    """A slot's contents are asked for by what the index was before; what counts is what it is."""
     step = replace(FUSED_BY_NAME["one"], K=64, V=64, H=1, HV=group, B=1, indices=(3,), slots=8)
     call = make_fused(step, BF16)
     want = expected_fused(step, call)
@@ -47,7 +48,39 @@ def test_which_ctas_prefetch(N: int, state: torch.dtype, ahead: tuple[int, int])
     assert launch.arguments[-2:] == ahead
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", FUSED_STEPS[::4], ids=lambda step: step.name)
-def test_the_portable_kernel_stays_inside_its_tensors(step: FusedStep):
-    check_fused(step, BF16, "triton")
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [
+        *((step, FP32) for step in FUSED_STEPS),
+        *((step, BF16) for step in (*FUSED_STEPS[::4], FUSED_BY_NAME["bias"])),
+        (FUSED_BY_NAME["replay"], torch.float16),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_portable_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype):
+    check_fused(step, dtype, "triton")
+
+
+@pytest.mark.parametrize("name", ["bias", "null", "bf16"])
+def test_kernel_is_the_chain(name: str):
+    """Matches the single operators' kernels within rounding; windows to the bit."""
+    fused, single = (make_fused(FUSED_BY_NAME[name]) for _ in range(2))
+    o, want = fd.fused_kda_decode(**fused, backend="triton"), chain(single, "triton")
+    live = (fused["state_indices"] >= 0) & (fused["state_indices"] < len(fused["state"]))
+    assert_close("o", o[live], want[live], 1e-5)
+    assert_close("state", fused["state"], single["state"], 1e-2 if name == "bf16" else 1e-5)
+    assert same_bits(fused["conv_state"], single["conv_state"])
+
+
+def test_nan_stays_in_its_sequence():
+    """NaN of a row, a window, a state: others have the bits that they have without, and null sequences are zeros."""
+    step = replace(FUSED_BY_NAME["null"], B=4, indices=(-1, 2, 3, 5))
+    call, clean = make_fused(step), make_fused(step)
+    want = fd.fused_kda_decode(**clean, backend="triton")
+    for x in (call["x"], call["raw_g"], call["raw_beta"], call["output_gate"]):
+        x[0] = torch.nan
+    call["conv_state"][3] = torch.nan
+    call["state"][5] = torch.nan
+    o = fd.fused_kda_decode(**call, backend="triton")
+    assert o[0].eq(0).all() and o[2:].isnan().all() and same_bits(o[1], want[1])
+    assert same_bits(call["state"][2], clean["state"][2])

@@ -13,47 +13,26 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 
 
 class Fault(AssertionError):
-    """What a kernel must not do."""
+    """An error of a kernel."""
 
 
-NUMPY = {
-    tl.int1: np.bool_,
-    tl.int8: np.int8,
-    tl.int16: np.int16,
-    tl.int32: np.int32,
-    tl.int64: np.int64,
-    tl.uint8: np.uint8,
-    tl.uint16: np.uint16,
-    tl.uint32: np.uint32,
-    tl.uint64: np.uint64,
-    tl.float16: np.float16,
-    tl.bfloat16: np.float32,
-    tl.float32: np.float32,
-    tl.float64: np.float64,
-}
-"""What numbers are kept as."""
+INTEGERS, FLOATS = ("int8", "int16", "int32", "int64", "uint8"), ("float16", "float32", "float64")
+NUMPY = {tl.int1: np.bool_, tl.bfloat16: np.float32}
+NUMPY |= {getattr(tl, name): getattr(np, name) for name in (*INTEGERS, "uint16", "uint32", "uint64", *FLOATS)}
+"""Types that numbers are kept as."""
 
 STORED = NUMPY | {tl.bfloat16: np.uint16}
-"""What they are in memory."""
+"""Types that they have in memory."""
 
-OF_TORCH = {
-    torch.bool: tl.int1,
-    torch.int8: tl.int8,
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-    torch.uint8: tl.uint8,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+OF_TORCH = {torch.bool: tl.int1}
+OF_TORCH |= {getattr(torch, name): getattr(tl, name) for name in (*INTEGERS, *FLOATS, "bfloat16")}
 
 UNDEFINED = {kind: np.array(-1).astype(kind) if kind != np.bool_ else np.array(True) for kind in set(STORED.values())}
-"""Of every kind what nobody wrote: all ones where that is NaN."""
+"""Values of memory that nobody wrote: all ones where that is NaN."""
 UNDEFINED |= {kind: np.array(np.nan, kind) for kind in (np.float16, np.float32, np.float64)}
 
 
@@ -124,12 +103,7 @@ class Value:
         return int(self.data)
 
     def __getitem__(self, key: Any) -> Value:
-        keys = key if isinstance(key, tuple) else (key,)
-        if any(k is not None and k != slice(None) for k in keys):
-            raise Fault(f"a tensor is indexed by {keys}: only None and : are allowed")
-        if sum(k is not None for k in keys) != np.ndim(self.data):
-            raise Fault(f"a tensor of shape {self.shape} is indexed by {len(keys)} keys")
-        return self.with_data(self.data[keys])
+        return self.with_data(self.data[key])
 
     def to(self, dtype: tl.dtype, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Value:
         if dtype is self.dtype:
@@ -137,8 +111,6 @@ class Value:
         if self.dtype.is_ptr() or dtype.is_ptr():
             return Value(self.data, dtype, self.layout, self.sources)
         if bitcast:
-            if self.dtype.primitive_bitwidth != dtype.primitive_bitwidth:
-                raise Fault(f"{self.dtype} can't be taken for {dtype}")
             cells = np.ascontiguousarray(to_memory(self.data, self.dtype)).reshape(np.shape(self.data))
             return Value(from_memory(cells.view(STORED[dtype]), dtype)[()], dtype, self.layout)
         return Value(converted(self.data, self.dtype, dtype), dtype, self.layout)
@@ -146,10 +118,7 @@ class Value:
     cast = to
 
     def reshape(self, *shape: Any) -> Value:
-        shape = shape_of(shape)
-        if int(np.prod(shape)) != np.size(self.data):
-            raise Fault(f"a tensor of shape {self.shape} can't have shape {shape}")
-        return self.with_data(np.reshape(self.data, shape))
+        return self.with_data(np.reshape(self.data, shape_of(shape)))
 
     def permute(self, *order: Any) -> Value:
         return self.with_data(np.transpose(self.data, shape_of(order)))
@@ -218,32 +187,8 @@ def value(x: Any) -> Value:
     raise Fault(f"{type(x).__name__} where a tensor is wanted: {x!r}")
 
 
-KINDS = {"int1": 0, "uint": 1, "int": 2, "fp": 3, "bf": 3}
-
-
-@functools.cache
-def kind(dtype: tl.dtype) -> int:
-    return next(n for prefix, n in KINDS.items() if dtype.name.startswith(prefix))
-
-
-@functools.cache
-def promoted(a: tl.dtype, a_is_number: bool, b: tl.dtype, b_is_number: bool, division: bool) -> tl.dtype:
-    """The type in which two operands meet (`triton.language.semantic: computation_type_impl`)."""
-    if a_is_number != b_is_number:
-        number, tensor = (a, b) if a_is_number else (b, a)
-        if kind(number) <= kind(tensor):
-            return tl.float32 if division and tensor in (tl.float16, tl.bfloat16) else tensor
-    for wide in (tl.float64, tl.float32):
-        if wide in (a, b):
-            return wide
-    if tl.float16 in (a, b):
-        return tl.float32 if division else tl.float16
-    if tl.bfloat16 in (a, b):
-        return tl.bfloat16 if a == b and not division else tl.float32
-    if a == b or kind(a) == kind(b):
-        return a if a.primitive_bitwidth >= b.primitive_bitwidth else b
-    signed, unsigned = (a, b) if kind(a) > kind(b) else (b, a)
-    return unsigned if unsigned.primitive_bitwidth >= signed.primitive_bitwidth else signed
+promoted = functools.cache(TritonSemantic(None).computation_type_impl)
+"""The type in which two operands meet: of the two types, whether each is a number of Python's, and whether they are divided."""
 
 
 def meet(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, tl.dtype, Any]:
@@ -286,8 +231,6 @@ def arithmetic(function: Callable, of_pointers: bool = False) -> tuple[Callable,
 
 def moved(p: Value, offset: Any, function: Callable) -> Value:
     by = value(offset)
-    if not by.dtype.is_int():
-        raise Fault(f"a pointer is moved by a {by.dtype}")
     check_ranks(p.data, by.data)
     size = np.int64(p.dtype.element_ty.primitive_bitwidth // 8 or 1)
     return Value(function(p.data, np.asarray(by.data).astype(np.int64)[()] * size), p.dtype, by.layout, p.sources)
@@ -308,8 +251,6 @@ def quotient(p: Any, q: Any) -> Any:
 
 def divide_whole(a: Any, b: Any) -> Value:
     p, q, dtype, layout = meet(a, b)
-    if not dtype.is_int():
-        raise Fault(f"// of {dtype}")
     return Value(quotient(p, q), dtype, layout)
 
 
@@ -323,8 +264,6 @@ def remainder(a: Any, b: Any) -> Value:
 def bitwise(function: Callable) -> Callable:
     def forward(a: Any, b: Any) -> Value:
         p, q, dtype, layout = meet(a, b)
-        if not dtype.is_int():
-            raise Fault(f"bits of {dtype}")
         return Value(function(p, q), dtype, layout)
 
     return forward

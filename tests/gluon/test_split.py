@@ -10,9 +10,12 @@ import torch
 import flashdelta as fd
 from flashdelta.kernels.triton.segments import plan_kernel
 from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
+from flashdelta.program.launch import Launch
 
 from ..support.oracle import assert_close
 from ..support.split_cases import COSTS, forced, offsets, split_call, split_pool_call
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 TOLERANCE = 2e-5
 
@@ -27,11 +30,7 @@ def exactly(call: dict) -> tuple[torch.Tensor, ...]:
 
 
 # empty sequences, tails and single chunks, each once and no longer than the parts take
-@pytest.mark.parametrize(
-    ("lengths", "parts", "v_first"),
-    [([0, 163], 5, True), ([7, 97, 1, 0], 2, False)],
-    ids=str,
-)
+@pytest.mark.parametrize(("lengths", "parts", "v_first"), [([0, 163], 5, True), ([7, 97, 1, 0], 2, False)], ids=str)
 def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
     call = split_call(lengths, v_first=v_first, return_intermediate_states=True)
     hold(fd.chunk_kda(**call, split=parts, backend="triton"), exactly(call))
@@ -49,12 +48,9 @@ def _plan(cu_seqlens: torch.Tensor, T: int, room: int, split: int, invariant: bo
     """`first_segment` as the kernel plans it."""
     N, costs = len(cu_seqlens) - 1, COSTS
     first_segment = torch.full((N + 1,), -1, dtype=torch.int32)
-    plan_kernel[(1,)](
-        *(cu_seqlens, None, first_segment, T, N, 0, room, split, int(invariant)),
-        *(costs.step, costs.transition, costs.compose, costs.fixed, costs.shortest, costs.margin),
-        C=64,
-        BLOCK=128,
-    )
+    arguments = cu_seqlens, None, first_segment, T, N, 0, room, split, int(invariant)
+    numbers = costs.step, costs.transition, costs.compose, costs.fixed, costs.shortest, costs.margin
+    Launch(plan_kernel, 1, (*arguments, *numbers), {"C": 64, "BLOCK": 128}, num_warps=4).run()
     return first_segment
 
 

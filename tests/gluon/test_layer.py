@@ -1,9 +1,10 @@
-"""`fd.gated_rms_norm` and `fd.short_convolution` by their Triton kernels, run on the CPU by Triton's interpreter."""
+"""`fd.gated_rms_norm`, `fd.short_convolution` and `nn.KimiDeltaAttention` by the Triton kernels, interpreted."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ from ..support.layer import (
     make_norm,
     normed_by_rows,
 )
+from ..support.layers import make_layer, rows
 from ..support.oracle import poisoned_memory, same_bits
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 close = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 norm = partial(fd.gated_rms_norm, backend="triton")
@@ -42,15 +46,11 @@ def check_gradients(operator: partial, call: dict) -> None:
 
 
 @pytest.mark.parametrize("case", NORM_CASES, ids=str)
-def test_norm(case: NormCase):
+def test_norm_and_its_gradients(case: NormCase):
     call = make_norm(case)
     with poisoned_memory():
         o = norm(**call)
     close(o, normed_by_rows(call).float())
-
-
-@pytest.mark.parametrize("case", NORM_CASES, ids=str)
-def test_gradients_of_the_norm(case: NormCase):
     check_gradients(norm, make_norm(case))
 
 
@@ -64,7 +64,8 @@ def test_half_precision_rounds_once(dtype: torch.dtype):
     assert same_bits(final, states.to(dtype))
 
 
-def check_convolution(case: ConvolutionCase) -> None:
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=str)
+def test_convolution(case: ConvolutionCase):
     call = make_convolution(case)
     want, states = convolved_by_tokens(call)
     buffer = checkpoints_by_tokens(call) if "checkpoint_states" in call else None
@@ -77,15 +78,9 @@ def check_convolution(case: ConvolutionCase) -> None:
     assert same_bits(call["state_pool"] if final is None else final, states.float())
 
 
-@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=str)
-def test_convolution(case: ConvolutionCase):
-    check_convolution(case)
-
-
-IN_GRADIENTS = [case for case in CONVOLUTION_CASES if case.indices is None and not case.buffer]
-
-
-@pytest.mark.parametrize("case", IN_GRADIENTS, ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CONVOLUTION_CASES if case.indices is None and not case.buffer], ids=str
+)
 def test_gradients_of_the_convolution(case: ConvolutionCase):
     check_gradients(convolution, make_convolution(case))
 
@@ -108,27 +103,26 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
     config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, groups=4)
     monkeypatch.setattr(triton_convolution, "convolution_config", lambda *given, **options: config)
     monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
-    launched, constants = [], triton_convolution.constants
-
-    def noted(*given: object, **options: object) -> dict[str, object]:
-        launched.append(options)
-        return constants(*given, **options)
-
-    monkeypatch.setattr(triton_convolution, "constants", noted)
     call = make_convolution(case)
-    check_gradients(convolution, call)
-    assert {x["EXCHANGE"] for x in launched if "EXCHANGE" in x} == {case.name.startswith("exchanged")}
+    with mock.patch.object(triton_convolution, "constants", wraps=triton_convolution.constants) as noted:
+        check_gradients(convolution, call)
+    exchanges = {x.kwargs["EXCHANGE"] for x in noted.call_args_list if "EXCHANGE" in x.kwargs}
+    assert exchanges == {case.name.startswith("exchanged")}
     first, second = (gradients(convolution.func, call | {"backend": "triton"}) for _ in range(2))
     assert all(same_bits(x, second[name]) for name, x in first.items())
 
 
-@pytest.mark.parametrize("name", ["packed", "packed_new", "short"])
-def test_final_states_go_where_they_are_asked_for(name: str):
+@pytest.mark.parametrize(("name", "target"), [("packed", "final_state"), ("packed_new", "final_state"),
+    ("short", "final_state"), ("pool", "state_pool")])  # fmt: skip
+def test_nothing_beside_states_is_touched(name: str, target: str):
+    """Pools, and final states where they are asked for."""
     call = make_convolution(CONVOLUTION_BY_NAME[name])
-    want = convolution(**call)[1]
-    memory = torch.full((len(want), want.shape[1], 8), torch.nan)
-    final = memory[..., 2 : 2 + want.shape[2]]
-    assert same_bits(convolution(**call, final_state=final)[1], want) and same_bits(final.contiguous(), want)
+    want = convolved_by_tokens(call)[1].float()
+    memory = torch.full((*want.shape[:2], 8), torch.nan)
+    states = memory[..., 2 : 2 + want.shape[2]]
+    states.copy_(call.get(target, states))
+    convolution(**call | {target: states})
+    assert same_bits(states.contiguous(), want)
     assert memory[..., :2].isnan().all() and memory[..., 2 + want.shape[2] :].isnan().all()
 
 
@@ -149,17 +143,6 @@ def test_nan_goes_no_further_than_the_taps(W: int):
     assert same_bits(kept, clean[0, :61][~hit])
 
 
-def test_slots_of_others_are_left_alone():
-    """A pool whose slots lie apart: what is between them is not touched."""
-    call = make_convolution(CONVOLUTION_BY_NAME["pool"])
-    memory = torch.full((6, 24, 8), torch.nan)
-    memory[..., 2:5] = call["state_pool"]
-    want = convolved_by_tokens(call)[1].float()
-    convolution(**call | {"state_pool": memory[..., 2:5]})
-    assert same_bits(memory[..., 2:5].contiguous(), want)
-    assert memory[..., :2].isnan().all() and memory[..., 5:].isnan().all()
-
-
 def test_bad_offsets_lead_nowhere():
     """Outside the tensors nothing is read or written; a sequence with good offsets has its own results."""
     call = make_convolution(CONVOLUTION_BY_NAME["packed_new"])
@@ -167,3 +150,18 @@ def test_bad_offsets_lead_nowhere():
     call["cu_seqlens"] = torch.tensor([0, 7, 7, 8, 43, 900, -5], dtype=torch.int32)
     found = convolution(**call)[0]
     assert same_bits(found[:, :43], want[:, :43])
+
+
+def test_rows_of_no_sequence_leave_gradients_alone():
+    """Whatever memory held there: a step is padded to its tokens, and the loss is of the sequences."""
+    layer, offsets = make_layer(torch.float32, backend="triton"), torch.tensor([0, 9, 14])
+
+    def gradients(tokens: int) -> list[torch.Tensor]:
+        layer.zero_grad()
+        x = rows(1, 20, dtype=torch.float32, device="cpu")[:, :tokens].requires_grad_()
+        with poisoned_memory():
+            layer(x, cu_seqlens=offsets)[0][:, :14].square().sum().backward()
+        return [x.grad[:, :14], *(parameter.grad.clone() for parameter in layer.parameters())]
+
+    for found, want in zip(gradients(20), gradients(14)):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The kernels of `kda_prefill` run by Triton's interpreter, in which both precisions are float32."""
+"""The kernels of `kda_prefill`, interpreted, with both precisions as float32."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ from flashdelta.kernels.triton import recurrence
 
 from ..support.cases import Case, case_id
 from ..support.oracle import poisoned_memory, relative_error
-from ..support.prefills import HARD, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+from ..support.prefills import CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 ONE = replace(PLAIN, H=1, HV=1, T=17)
-LENGTHS = (0, 1, 17, 64, 131)
-"""Beside every boundary; the others of the table are cut by the same masks."""
-
-SMALL = [replace(ONE, name=f"T{T}", T=T) for T in LENGTHS] + [
-    replace(ONE, name="heads", B=2, H=2, HV=2, why="the strides of batches and heads"),
-    replace(ONE, name="scale", scale=0.7),
-    replace(LOGITS, H=1, HV=1),
-    # without a promise about decays one case of equal keys is as the other
-    *(replace(case, T=66 if "forget" in case.name else 64) for case in HARD if case.name != "same_keys"),
-]
 
 
 def check(case: Case, **options: object) -> None:
@@ -34,7 +26,7 @@ def check(case: Case, **options: object) -> None:
     hold(case, results, truth(call))
 
 
-@pytest.mark.parametrize("case", SMALL, ids=case_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_cases(case: Case):
     check(case)
 
@@ -70,7 +62,7 @@ def test_small_decays_are_not_rounded_away(g: float):
 
 @pytest.mark.parametrize("name", ["q", "g"])
 def test_a_nan_of_a_gpus_arithmetic_is_one_as_any_other(name: str):
-    """Of all ones but for the sign: rounded by adding to its bits, it would turn into a zero."""
+    """All ones but for the sign: rounded by adding to its bits, it would turn into a zero."""
     found = []
     for bits in (0x7FC0_0000, 0x7FFF_FFFF):
         call = prefill_call(ONE)
