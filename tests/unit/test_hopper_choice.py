@@ -13,7 +13,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.kernels.hopper.build import build, in_steps
+from flashdelta.backends import build_hopper as build
+from flashdelta.kernels.hopper.build import in_steps
 from flashdelta.kernels.hopper.launch import ctas, layout, prefetching_ctas
 from flashdelta.kernels.hopper.recurrence import stream_k_pays
 from flashdelta.kernels.hopper.segments import SPLIT_COSTS, may_try, room, split_layout

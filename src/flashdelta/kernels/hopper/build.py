@@ -29,8 +29,9 @@ from .verify import verify
 from .wy import wy_dqkg
 
 
-def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
-    """The program, for GPUs of compute capability `arch` (the tensors' own by default)."""
+def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program | None:
+    """The program, for GPUs of compute capability `arch` (the tensors' own by default). None for a step that is left to the
+    portable kernels."""
     arch = capability(t.device) if arch is None else arch
     if problem.operation == "chunk" + BACKWARD:
         return gradients.backward(problem, t)
@@ -44,7 +45,8 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
         own = {"commit": commit, "fused_decode": fused_kda_decode}
         stage = own.get(problem.operation, verify if problem.has_records else decode)
         t, copies = portable.prepare_inputs(problem, t)
-        return Program(outputs, stage(problem, t, arch, outputs), copies)
+        launches = stage(problem, t, arch, outputs)
+        return None if launches is None else Program(outputs, launches, copies)
     t, copies = prepare_inputs(t)
     return Program(outputs, chunk(problem, t, arch, outputs), copies)
 

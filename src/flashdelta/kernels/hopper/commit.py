@@ -14,8 +14,6 @@ and counts are read before the wait for the kernel before this one, which may ye
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
-from ..triton import commit as portable
+from ..shared.scalars import SCALARS
+from ..stages.decode import commit_arguments
 from .device.compat import barrier
 from .device.layouts import BV
 from .device.math import multiply
@@ -39,7 +38,7 @@ from .device.portable import (
     stacked,
     two_parts,
 )
-from .launch import aligned
+from .launch import aligned, bind
 
 
 @gluon.jit
@@ -129,7 +128,7 @@ def load_first(
     return k, decay, load_slices(record_values(record, K), of_u, BV, SLICES, everywhere(of_u, more), 0.0)
 
 
-@gluon.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
+@gluon.jit(do_not_specialize=SCALARS)
 def replay_kernel(
     initial_state, records, slot_indices, row_indices, accepted, lowest, slots,
     rows, tokens, HV, slot_pitch: gl.int64, row_pitch: gl.int64, row_step: gl.int64,
@@ -238,19 +237,17 @@ def slices_a_cta(problem: Problem, sms: int) -> int:
     return slices if many and fits else 1
 
 
-def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """Where states lie on no 16 bytes, the portable kernel."""
-    (launch,) = portable.commit(problem, t, arch, outputs)
+def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+    """Accepted tokens into states. None where states lie on no 16 bytes."""
     assert t.state_pool is not None
     if not aligned(t.state_pool, 16):
-        return [launch]
+        return None
     tokens = 8 if problem.most_tokens <= 8 else 16
     more = problem.most_tokens > tokens
     slices = slices_a_cta(problem, sm_count(t.state_pool.device))
-    constants = {"K": problem.K, "V": problem.V, "SLICES": slices, "TOKENS": tokens, "ONE_MORE": more}
-    ctas = problem.N * problem.HV * (problem.V // (slices * BV.value))
+    own = dict(commit_arguments(problem, t), SLICES=slices, TOKENS=tokens, ONE_MORE=more)
     # four CTAs of a slice and up to 8 tokens fit on an SM; three of 17 tokens, with fewer registers in bfloat16, or of a head
     large = slices > 1 or (more and problem.state_dtype == torch.float32)
-    cap = {"max_registers": 168 if large else 128 if tokens == 8 else None}
-    kernel = {"kernel": replay_kernel, "constants": constants, "num_warps": 4} | cap
-    return [replace(launch, ctas=ctas, **kernel)]
+    cap = 168 if large else 128 if tokens == 8 else None
+    ctas = problem.N * problem.HV * (problem.V // (slices * BV.value))
+    return [Launch(replay_kernel, ctas, *bind(replay_kernel, problem, t, own), 4, cap, overlaps=True)]

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.finish import ByHead
 from ..stages.launch import chunks
 from ..stages.wy import Parts
@@ -43,11 +44,7 @@ from .device.math import (
 )
 from .device.portable import beta_gradient, decay_rate
 from .device.tile_scheduler import chunk_tile, first_tile
-from .launch import stride_div8, strides
-
-_STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
-"""Arguments whose values leave the machine code as it is."""
+from .launch import bind
 
 
 @gluon.jit
@@ -192,7 +189,7 @@ def all_pairs(
     return sum_q, sum_left, sum_right, G
 
 
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, out_q, out_k,
     out_g, out_beta, partial_A_log, partial_dt_bias, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
@@ -367,26 +364,12 @@ def intra_kernel(
 
 
 def intra(problem: Problem, t: Tensors, parts: Parts, heads: ByHead) -> Launch:
+    prefetch = problem.K == 128 and problem.g_dtype == torch.bfloat16
+    own = dict(**parts.arguments(), **heads.arguments(), PREFETCH=prefetch)
     return Launch(
         intra_kernel,
         chunks(problem),
-        (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
-            *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
-            *(heads.q, heads.k, heads.g, heads.beta, heads.A_log, heads.dt_bias),
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.HV, problem.group, problem.slots),
-            *stride_div8(t.q, t.k, t.g),
-            *strides(t.beta),
-        ),
-        dict(
-            K=problem.K,
-            GATE=problem.gate,
-            SAFE=problem.safe_gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            PREFETCH=problem.K == 128 and problem.g_dtype == torch.bfloat16,
-        ),
+        *bind(intra_kernel, problem, t, own),
         num_warps=4 * (problem.K // 64),
         scratch=(*parts.buffers, *heads.buffers(problem)),
     )

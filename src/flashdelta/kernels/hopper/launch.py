@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import JITFunction
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import sm_count
@@ -103,14 +106,15 @@ def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayo
     return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
 
 
-def strides(*tensors: torch.Tensor) -> list[int]:
-    """Of the batch, the token and the head. One row of a batch may have any stride, which nobody needs."""
-    return [s for x in tensors for s in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3])]
+def stride_of(name: str, x: torch.Tensor, axis: int) -> int:
+    """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
+    stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
+    return stride if name == "beta" else stride // 8
 
 
-def stride_div8(*tensors: torch.Tensor) -> list[int]:
-    """Strides in units of 8 elements."""
-    return [s // 8 for s in strides(*tensors)]
+def bind(kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]) -> tuple[tuple, dict[str, Any]]:
+    """`stages/launch.py: bind`, with strides as the kernels over chunks take them."""
+    return portable.bind(kernel, problem, t, own, stride_of)
 
 
 def ctas(slices: int, device: torch.device) -> int:

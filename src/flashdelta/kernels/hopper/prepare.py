@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...problem.problem import Problem
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
 from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, position, store_block, store_tile
@@ -50,14 +51,8 @@ from .device.math import (
 from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, overlaps_prepare, stride_div8, strides
+from .launch import FLAGS, bind, overlaps_prepare
 from .segments import SPLIT_COSTS, plan_segments, room
-
-_STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)
-"""Arguments whose values leave the machine code as it is."""
-PLANNED = ("room", "split", "batch_invariant")
-"""More of them: for the plan of segments."""
 
 # registers of four warps; a thread has all tokens that it sums over
 BLOCK = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
@@ -669,7 +664,7 @@ def store_w(tiles, high, low, buffers):
     store_tile(tiles, w * buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :], 0)
 
 
-@gluon.jit(do_not_specialize=(*SCALARS, *PLANNED))
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     tiles, decay, semaphores, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
@@ -825,31 +820,18 @@ def grid(problem: Problem) -> tuple[int, int]:
 
 
 def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
-    problem, t, workspace = call.problem, call.t, call.workspace
+    problem = call.problem
     ctas, rows = grid(problem)
-    plan = workspace["first_segment"] if call.forms_segments else None
+    plan = call.workspace["first_segment"] if call.forms_segments else None
+    own = dict(
+        **call.left("tiles", "decay", "semaphores"),
+        **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.q.device)),
+        **dict(FLAGS=FLAGS, COSTS=astuple(SPLIT_COSTS), OVERLAPS=plan is not None or overlaps_prepare(call)),
+    )
     return Launch(
         prepare_kernel,
         ctas + (plan is not None),
-        (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(*workspace.select("tiles", "decay", "semaphores"), plan, Akk_inv),
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
-            *stride_div8(t.q, t.k, t.g),
-            *strides(t.beta),
-            *(room(problem, t.q.device), problem.split, int(problem.batch_invariant)),
-        ),
-        dict(
-            K=problem.K,
-            GATE=problem.gate,
-            SAFE=problem.safe_gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            FLAGS=FLAGS,
-            COSTS=astuple(SPLIT_COSTS),
-            OVERLAPS=plan is not None or overlaps_prepare(call),
-        ),
+        *bind(prepare_kernel, problem, call.t, own),
         num_warps=4,
         scratch=call.buffers,
         # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)

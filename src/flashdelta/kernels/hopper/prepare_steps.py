@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall
 from .device.compat import barrier, reinterpret, store_tile
 from .device.layouts import ACC, ACC_HALF, beside
@@ -59,8 +60,8 @@ from .device.math import (
 )
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, stride_div8, strides, tiles
-from .prepare import FLAT, GRAM, PLAIN, SCALARS, TILE, copy_tokens, grid, load_bias, row_factors, running_sums, weighted
+from .launch import FLAGS, bind, tiles
+from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, row_factors, running_sums, weighted
 
 
 @gluon.constexpr_function
@@ -435,7 +436,7 @@ def step_operands(x):
     return left0, right0, left1, right1
 
 
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_steps_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     tiles_d, decay, semaphores, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
@@ -667,20 +668,13 @@ def prepare_steps_kernel(
 
 
 def prepare_steps(call: StageCall) -> Launch:
-    problem, t, workspace = call.problem, call.t, call.workspace
+    problem = call.problem
     ctas, rows = grid(problem)
+    own = dict(call.left("decay", "semaphores"), tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS)
     return Launch(
         prepare_steps_kernel,
         ctas,
-        (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(tiles(workspace["tiles"]), *workspace.select("decay", "semaphores")),
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
-            *stride_div8(t.q, t.k, t.g),
-            *strides(t.beta),
-        ),
-        dict(K=problem.K, GATE=problem.gate, BETA=problem.beta_kind, FLAGS=FLAGS, SAFE=problem.safe_gate),
+        *bind(prepare_steps_kernel, problem, call.t, own),
         num_warps=4,
         scratch=call.buffers,
         # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill

@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...problem.problem import Problem
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, checkpoint_arguments, packet_arguments, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
@@ -46,7 +47,7 @@ from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, ctas, overlaps_prepare, stages, stride_div8, tiles, work_tiles
+from .launch import TILE, bind, ctas, overlaps_prepare, stages, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
 """What the loader says of a chunk where checkpoints cut sequences: its first token, its tokens, the slot for the
@@ -491,25 +492,7 @@ def compute(
                 store_halves(packet, in_packet, 64, state0, state1, crosses.to(gl.int32), K, STEPS)
 
 
-_STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
-SCALARS = (
-    "lowest",
-    "pool_slots",
-    "has_initial",
-    "has_final",
-    "T",
-    "N",
-    "HV",
-    "slots",
-    "checkpoints",
-    "checkpoint_every",
-    "checkpoint_rows",
-    *_STRIDES,
-)
-"""Arguments whose values leave the machine code as it is."""
-
-
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def recurrence_kernel(
     tiles_d, decay, v, o, h, v_new, cu_seqlens,
     checkpoint_offsets, checkpoint_indices, checkpoint_states, checkpoint_every,
@@ -590,35 +573,24 @@ def recurrence(
     steps: bool = False,
 ) -> Launch:
     """With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after `prepare_steps`."""
-    problem, t, workspace = call.problem, call.t, call.workspace
+    problem, t = call.problem, call.t
     most = ctas(problem.V // TILE, t.v.device)
     overlaps = not steps and overlaps_prepare(call)
     fetched = 1 + (2 * problem.K // TILE + 1 if o is None else tiles_of_chunk(problem.K, steps))
+    own = dict(
+        **call.left("decay", "carry", "semaphores", "first_segment", "starts"),
+        **dict(tiles_d=tiles(call.workspace["tiles"]), o=o, h=h, v_new=v_new),
+        **dict(checkpoint_arguments(problem, t) | packet_arguments(call) | state_arguments(problem, t, final_state)),
+        H_V_FIRST=problem.state_v_first or v_new is not None,
+        # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
+        STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
+        STREAM_K=not call.may_split and stream_k_pays(problem, most),
+        **dict(STEPS=steps, OVERLAPS=overlaps),
+    )
     return Launch(
         recurrence_kernel,
         most if call.may_split and problem.N > 0 else min(work_tiles(problem), most),
-        (
-            tiles(workspace["tiles"]),
-            workspace["decay"],
-            *(t.v, o, h, v_new),
-            *(t.cu_seqlens, *checkpoint_arguments(problem, t)),
-            *workspace.select("carry", "semaphores", "first_segment", "starts"),
-            *packet_arguments(call),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *stride_div8(t.v, t.v if o is None else o),
-        ),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            V_FIRST=problem.state_v_first,
-            H_V_FIRST=problem.state_v_first or v_new is not None,
-            # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
-            STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
-            STREAM_K=not call.may_split and stream_k_pays(problem, most),
-            STEPS=steps,
-            OVERLAPS=overlaps,
-        ),
+        *bind(recurrence_kernel, problem, t, own),
         num_warps=4,
         overlaps=overlaps,
         scratch=call.buffers,

@@ -9,6 +9,7 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from ...problem.problem import AUTO, Problem
 from ...problem.split import SplitCosts, segments_of_call
 from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, segment_layout, state_arguments
-from ..stages.segments import compose
+from ..stages.segments import compose, transition_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import ACC, BV, LEFT, LINES, C, as_left, from_lines, load_halves, loader_offsets, store_halves
 from .device.math import column_halves, hidden_zero, mma, mma_first, wide
@@ -31,7 +33,7 @@ from .device.portable import chunks_of, planned_segments, sequence_slot, span_co
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
 from .device.trial import may_forget, trial
-from .launch import MOST_CTAS, TILE, ctas, stages, stride_div8, tiles
+from .launch import MOST_CTAS, TILE, bind, ctas, stages, tiles
 from .recurrence import new_values, rows_of_step
 
 
@@ -348,15 +350,7 @@ def store_columns(results, at, tile, state0, state1, wanted, K: gl.constexpr, V:
         store_halves(offsets, in_b, 64, state0, state1, wanted, K, STEPS)
 
 
-_STRIDES = [f"v_{dim}" for dim in ("batch", "token", "head")]
-SCALARS = (
-    *("lowest", "pool_slots", "has_initial", "has_final", "T", "N", "HV", "slots", "checkpoints"),
-    *_STRIDES,
-)
-"""Arguments whose values leave the machine code as it is."""
-
-
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def transitions_kernel(
     tiles_d, decay, v, transitions, offsets, forgets, first_segment,
     border, cu_seqlens, checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state,
@@ -422,39 +416,29 @@ def may_try(problem: Problem) -> bool:
 
 
 def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
-    where = call.workspace.select("transitions", "offsets", "forgets", "first_segment")
+    where = call.left("transitions", "offsets", "forgets", "first_segment")
     return _transitions(call, where, final_state, steps=False)
 
 
 def outgoing(call: StageCall, packet: Tensor, steps: bool = False) -> Launch:
     """Of the sequences that go on to the next rank (`stages/merge.py`). `steps`: after `prepare_steps`."""
-    launch = _transitions(call, [packet, packet[:, :, -call.problem.V :], None, None], None, steps)
+    where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], forgets=None, first_segment=None)
+    launch = _transitions(call, where, None, steps)
     return replace(launch, scratch=(*call.buffers, packet))
 
 
-def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tensor | None, steps: bool) -> Launch:
-    problem, t, workspace = call.problem, call.t, call.workspace
-    to, offsets, *_, first_segment = where
-    assert to is not None and offsets is not None
-    border = t.border if first_segment is None else None
+def _transitions(call: StageCall, where: dict[str, Any], final_state: Tensor | None, steps: bool) -> Launch:
+    problem, t = call.problem, call.t
+    own = dict(
+        **dict(tiles_d=tiles(call.workspace["tiles"]), decay=call.workspace["decay"], STEPS=steps),
+        **transition_arguments(t, where),
+        **state_arguments(problem, t, final_state),
+        STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0, decays=4 if steps else 1),
+    )
     return Launch(
         transitions_kernel,
         ctas((problem.K + problem.V) // TILE, t.v.device),
-        (
-            *(tiles(workspace["tiles"]), workspace["decay"], t.v, *where, border),
-            *(t.cu_seqlens, t.checkpoint_offsets),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *stride_div8(t.v),
-            *(to.stride(1), offsets.stride(1)),
-        ),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            V_FIRST=problem.state_v_first,
-            STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0, decays=4 if steps else 1),
-            STEPS=steps,
-        ),
+        *bind(transitions_kernel, problem, t, own),
         num_warps=4,
         overlaps=True,
         scratch=call.buffers,

@@ -18,8 +18,6 @@ Contract, system of equations and products as in `triton/verify.py`. What differ
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,11 +27,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import Problem, Tensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.program import Outputs
-from ..triton import verify as portable
+from ..shared.scalars import SCALARS
+from ..stages.decode import decode_states, step_arguments
 from .device.math import dot3, multiply, pick, store_parts
 from .device.portable import (
     AHEAD,
-    DECODE_SCALARS,
     L2_EPS,
     RECORD_COUNTS,
     at_token,
@@ -49,7 +47,7 @@ from .device.portable import (
     store_decay_and_key,
     two_parts,
 )
-from .launch import aligned
+from .launch import aligned, bind
 
 STEP = gl.constexpr(32)
 """Key channels of the state that are loaded at a time: 8 MMAs deep, of which a thread has 4 adjacent ones, twice."""
@@ -218,7 +216,7 @@ def load_keys(state, i: gl.constexpr, read, V: gl.constexpr, K: gl.constexpr, la
     return gl.load(state + at, mask=everywhere(at, read), other=0.0, eviction_policy="evict_first")
 
 
-@gluon.jit(do_not_specialize=DECODE_SCALARS)
+@gluon.jit(do_not_specialize=SCALARS)
 def verify_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, o,
     initial_state, records, starts, targets, accepted, has_initial_state, lowest, start_slots, target_slots,
@@ -481,24 +479,16 @@ def max_registers(problem: Problem, tokens: int, sms: int) -> int | None:
     return 128 if few and three % share and four % share == 0 else 168
 
 
-def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """Speculative tokens into a replay buffer. Where states lie on no 16 bytes, the portable kernel."""
-    (launch,) = portable.verify(problem, t, arch, outputs)
-    given = dict(zip(verify_kernel.arg_names, launch.arguments))
-    if not aligned(given["initial_state"], 16):
-        return [launch]
+def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+    """Speculative tokens into a replay buffer. None where states lie on no 16 bytes."""
+    states = decode_states(problem, t, None)
+    if not aligned(states.initial, 16):
+        return None
     tokens = next((x for x in (4, 8) if problem.most_tokens <= x), 16)
-    # in the kernel's order
-    names = ("K", "V", "TOKENS", "GATE", "BETA", "L2NORM", "NULL_GIVES_ZERO", "ONE_MORE")
-    own = {"TOKENS": tokens, "ONE_MORE": problem.most_tokens > tokens}
-    constants = {name: (launch.constants | own)[name] for name in names}
-    return [
-        replace(
-            launch,
-            kernel=verify_kernel,
-            ctas=problem.N * problem.HV,
-            constants=constants,
-            num_warps=problem.V // 32,
-            max_registers=max_registers(problem, tokens, sm_count(t.q.device)),
-        )
-    ]
+    own = dict(
+        **step_arguments(problem, t, states, outputs["o"]),
+        **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
+    )
+    cap = max_registers(problem, tokens, sm_count(t.q.device))
+    bound = bind(verify_kernel, problem, t, own)
+    return [Launch(verify_kernel, problem.N * problem.HV, *bound, problem.V // 32, cap, overlaps=True)]

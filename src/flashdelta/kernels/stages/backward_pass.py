@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ...program.launch import Launch
 from ...program.program import Outputs, Program, Step
 from ...program.workspace import Layout, Workspace, new
 from .finish import ByHead, finish
-from .launch import StageCall
+from .launch import StageCall, or_empty
 from .merge import clear
 from .segments import compose, found_segments
 from .wy import Parts, WyOperands
@@ -207,6 +208,27 @@ def gradients_of_segments(stages: Stages, kept: Kept, dht: Tensor | None) -> Ite
     yield compose(StageCall(given, replace(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)
 
 
-def reverse_scratch(kept: Kept, scanned: Scanned | None, *states: Tensor | None) -> tuple[Tensor, ...]:
+def reverse_arguments(
+    problem: Problem,
+    t: Tensors,
+    kept: Kept,
+    scanned: Scanned | None,
+    dht: Tensor | None,
+    dh0: Tensor | None,
+    packet: Tensor | None,
+) -> dict[str, Any]:
+    """What the kernels of stage `reverse` take under other names than the call's."""
+    final, initial = or_empty(problem, t, dht, dh0)
+    segments = dict(zip(("first_segment", "offsets", "ends"), kept.segments(scanned)))
+    grad_v_new, grad_h = (None, None) if scanned is None else (scanned.dv, scanned.dh)
+    return dict(
+        **dict(grad_o=t.do, o=t.do, grad_final=final, grad_initial=initial, grad_v_new=grad_v_new, grad_h=grad_h),
+        **dict(segments, border=None if packet is None else t.border, packet=packet),
+        **dict(has_initial=dh0 is not None, has_final=dht is not None),
+    )
+
+
+def reverse_scratch(kept: Kept, scanned: Scanned | None, own: dict[str, Any]) -> tuple[Tensor, ...]:
     left = () if scanned is None else (scanned.dv, scanned.dh)
-    return (kept.workspace.buffer, *left, *(x for x in states if x is not None))
+    others = (own[name] for name in ("grad_final", "grad_initial", "packet"))
+    return (kept.workspace.buffer, *left, *(x for x in others if x is not None))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from ...problem.problem import BACKWARD, Problem, Tensors
 from ...program.workspace import Layout, Workspace
@@ -30,6 +35,10 @@ class StageCall:
     def buffers(self) -> tuple[Tensor, ...]:
         return (self.workspace.buffer, *self.beside)
 
+    def left(self, *names: str) -> dict[str, Tensor | None]:
+        """Tensors of the workspace by name, None where it has none of that name."""
+        return dict(zip(names, self.workspace.select(*names)))
+
     @property
     def may_split(self) -> bool:
         """Whether sequences may be split: the workspace has room for segments."""
@@ -39,6 +48,63 @@ class StageCall:
     def forms_segments(self) -> bool:
         """Whether sequences may be split, and the forward has not left their segments."""
         return self.may_split and self.t.segments is None
+
+
+@functools.cache
+def parameters(kernel: JITFunction) -> tuple[tuple[str, bool], ...]:
+    """A kernel's parameters in order, and whether each is a compile-time one."""
+    found = inspect.signature(kernel.fn).parameters.values()
+    return tuple((x.name, "constexpr" in str(x.annotation)) for x in found)
+
+
+FIELDS = {
+    **dict(C="chunk_size", GATE="gate", BETA="beta_kind", L2NORM="l2norm", SAFE="safe_gate", V_FIRST="state_v_first"),
+    **dict(GROUP="group", W="taps", L="state_length", chunk_slots="slots", lowest="lowest_index"),
+}
+"""Fields of a problem that kernels name otherwise."""
+
+AXES = {"batch": 0, "token": 1, "head": 2}
+
+
+def plain_stride(name: str, x: Tensor, axis: int) -> int:
+    return x.stride(axis)
+
+
+def bind(
+    kernel: JITFunction,
+    problem: Problem,
+    t: Tensors,
+    own: Mapping[str, object],
+    stride: Callable[[str, Tensor, int], int] = plain_stride,
+) -> tuple[tuple, dict[str, Any]]:
+    """The run-time and compile-time arguments of a kernel, in its order. A parameter takes what `own` has of its name, else the
+    call's tensor of that name, else the field of its problem. `x_batch`, `x_token` and `x_head` are the strides of `x`, 0 of
+    one that is absent; a `lower_bound` that is absent is 0, too.
+
+    Raises:
+        AttributeError: a parameter that none of them has.
+    """
+
+    def value(name: str) -> Any:
+        if name in own:
+            return own[name]
+        if hasattr(t, name):
+            return getattr(t, name)
+        of, _, dimension = name.rpartition("_")
+        if dimension in AXES and of:
+            x = value(of)
+            return 0 if x is None else stride(of, x, AXES[dimension])
+        field = getattr(problem, FIELDS.get(name, name))
+        return 0.0 if name == "lower_bound" and field is None else field
+
+    arguments, constants = [], {}
+    for name, constant in parameters(kernel):
+        x = value(name)
+        if constant:
+            constants[name] = x
+        else:
+            arguments.append(int(x) if isinstance(x, bool) else x)
+    return tuple(arguments), constants
 
 
 DENSE = (
@@ -112,9 +178,9 @@ def precision(problem: Problem) -> str:
     return problem.precision if problem.operation == "prefill" else dot_precision(problem.dtype)
 
 
-def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) -> tuple:
-    """Where states are read and stored, as the kernels take it (`device/states.py`). For a state that the call does not
-    have, an empty tensor, which the kernel leaves alone."""
+def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) -> dict[str, object]:
+    """Where states are read and stored, under the kernels' names (`shared/states.py`). A state that the call does not have is
+    an empty tensor, which the kernel leaves alone."""
     if problem.has_pool:
         assert t.state_pool is not None
         initial = final = t.state_pool
@@ -122,20 +188,18 @@ def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) ->
     else:
         initial, final = or_empty(problem, t, t.initial_state, final_state)
         pitch = problem.HV * problem.K * problem.V
-    return (
-        *(initial, final, t.state_indices, t.has_initial_state, problem.lowest_index, problem.pool_slots),
-        *(int(problem.has_initial_state), int(final_state is not None), pitch),
-    )
+    given = dict(has_initial=problem.has_initial_state, has_final=final_state is not None, state_pitch=pitch)
+    return dict(initial_state=initial, final_state=final, **given)
 
 
-def packet_arguments(call: StageCall) -> tuple:
-    """Where `recurrence` leaves states for the second rank, as kernels take it: the border and the packet."""
-    return (None, None) if call.packet is None else (call.t.border, call.packet)
+def packet_arguments(call: StageCall) -> dict[str, object]:
+    """Where `recurrence` leaves states for the second rank, under the kernels' names."""
+    return dict(border=None if call.packet is None else call.t.border, packet=call.packet)
 
 
-def checkpoint_arguments(problem: Problem, t: Tensors) -> tuple:
-    """Where states at checkpoints are stored, as kernels take it: offsets and indices; a buffer of their own, chunks from one
-    checkpoint to the next where they are regular, and the buffer's rows and pitch."""
+def checkpoint_arguments(problem: Problem, t: Tensors) -> dict[str, object]:
+    """Where states at checkpoints are stored, under the kernels' names: chunks from one checkpoint to the next where they are
+    regular, and the rows and pitch of a buffer of their own."""
     buffer, every, rows, pitch = t.checkpoint_states, None, None, None
     if buffer is not None:
         rows = buffer.shape[0]
@@ -143,7 +207,7 @@ def checkpoint_arguments(problem: Problem, t: Tensors) -> tuple:
         pitch = buffer.stride(0) if rows > 1 else problem.HV * problem.K * problem.V
         if problem.checkpoint_every > 0:
             every = problem.checkpoint_every // problem.chunk_size
-    return t.checkpoint_offsets, t.checkpoint_indices, buffer, every, rows, pitch
+    return dict(checkpoint_every=every, checkpoint_rows=rows, checkpoint_pitch=pitch)
 
 
 def or_empty(problem: Problem, t: Tensors, *states: Tensor | None) -> list[Tensor]:

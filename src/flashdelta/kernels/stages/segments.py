@@ -4,6 +4,7 @@ leads from one to the next, for every backend; and what a forward leaves of a sp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,15 +16,16 @@ from ...program.launch import Launch
 from ...program.program import Outputs
 from ...program.workspace import Layout, Workspace, sizes
 from ..shared.mma import dot
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_work_tile
 from ..shared.states import load_state, sequence_slot, state_offsets
-from .launch import SHARED_MEMORY, StageCall, state_arguments
+from .launch import SHARED_MEMORY, StageCall, bind, state_arguments
 
 MOST_SEGMENTS = tl.constexpr(128)
 """Of a planned sequence, or more."""
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=SCALARS)
 def compose_kernel(
     transitions, offsets, starts, forgets, first_segment, cu_seqlens,
     initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots, has_initial, has_final,
@@ -124,33 +126,27 @@ def compose_config(problem: Problem, capability: int) -> ComposeConfig:
 
 
 def compose(call: StageCall, final_state: Tensor | None, backward: bool = False) -> Launch:
-    """The states before all segments; with `backward` the gradients of those after them, in their place, from
+    """Finds the states before all segments; with `backward` the gradients of those after them, in their place, from
     `call.t.initial_state`."""
     problem, t = call.problem, call.t
     c = compose_config(problem, call.arch)
     overlaps = call.arch >= 90
+    segments = call.left("transitions", "offsets", "starts", "forgets", "first_segment")
+    own = dict(BV=c.BV, BK=c.BK, STAGES=c.stages, BACKWARD=int(backward), OVERLAP=overlaps)
     return Launch(
         compose_kernel,
         problem.N * problem.HV * (problem.V // c.BV),
-        (
-            *(*call.workspace.select("transitions", "offsets", "starts", "forgets", "first_segment"), t.cu_seqlens),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV),
-        ),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            BV=c.BV,
-            BK=c.BK,
-            V_FIRST=problem.state_v_first,
-            BACKWARD=int(backward),
-            STAGES=c.stages,
-            OVERLAP=overlaps,
-        ),
+        *bind(compose_kernel, problem, t, {**segments, **state_arguments(problem, t, final_state), **own}),
         c.num_warps,
         overlaps=overlaps,
         scratch=call.buffers,
     )
+
+
+def transition_arguments(t: Tensors, where: dict[str, Any]) -> dict[str, Any]:
+    """Where the kernels of stage `transitions` leave what they find, under their names."""
+    pitches = dict(transition_pitch=where["transitions"].stride(1), offset_pitch=where["offsets"].stride(1))
+    return dict(**where, **pitches, border=t.border if where["first_segment"] is None else None)
 
 
 LASTING = ("transitions", "starts", "first_segment")

@@ -28,8 +28,10 @@ from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
 from ...program.workspace import new
 from ..shared.gates import quick_sigmoid
+from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, locate_sequence, rows_before, sequence_bounds
 from ..shared.states import everywhere, sequence_slot
+from ..stages.launch import bind
 from .sums import sums
 
 
@@ -132,7 +134,7 @@ def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W: tl.constexpr):
     return tl.fma(w3, x0, tl.fma(w2, x1, p))
 
 
-@triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "lowest", "slots", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=SCALARS)
 def convolution_kernel(
     x, weight, bias, o, initial, final, state_indices, has_initial_state,
     cu_seqlens, lowest, slots, has_initial, has_final, T, N,
@@ -217,9 +219,7 @@ def store_last(
     )
 
 
-@triton.jit(
-    do_not_specialize=["T", "N", "token_tiles", "checkpoints", "checkpoint_rows", "lowest", "slots", "has_initial"]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def convolution_checkpoints_kernel(
     x, initial, checkpoint_states, checkpoint_offsets, checkpoint_indices, state_indices, has_initial_state,
     cu_seqlens, checkpoints, checkpoint_rows, lowest, slots, has_initial,
@@ -360,7 +360,7 @@ def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W: tl
     tl.store(to + at, total.to(to.dtype.element_ty), mask=(channel < D)[:, None] & (tap >= 0)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=SCALARS)
 def convolution_backward_kernel(
     x, weight, bias, initial, cu_seqlens, do, grad_final,
     dx, grad_initial, partials, grad_weight, grad_bias, has_initial, has_final,
@@ -578,73 +578,56 @@ def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
     return one, problem.B * one
 
 
-def constants(problem: Problem, c: ConvolutionConfig, overlaps: bool, **of_backward: object) -> dict[str, object]:
-    sizes = {"W": problem.taps, "L": problem.state_length, "BD": c.BD, **of_backward, "AHEAD": c.ahead}
-    return {**sizes, "SILU": problem.activation == "silu", "OVERLAP": overlaps}
+def arguments(
+    problem: Problem, t: Tensors, c: ConvolutionConfig, arch: int, states: dict[str, Tensor | None]
+) -> dict[str, object]:
+    """What the kernels take under other names than the call's. `states`: an empty tensor stands for one that is not there."""
+    absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
+    found = {name: absent if x is None else x for name, x in states.items()}
+    channels = {
+        f"{name}_{axis}": s for name, x in found.items() for axis, s in zip(("slot", "channel", "input"), x.stride())
+    }
+    one, tiles = token_tiles(problem, c)
+    return dict(
+        **dict(found | channels, slots=problem.pool_slots),
+        **dict(ctas=tiles * -(-problem.D // c.BD), token_tiles=one, BT=c.BT, BD=c.BD, AHEAD=c.ahead),
+        **dict(SILU=problem.activation == "silu", OVERLAP=arch >= 90),
+    )
 
 
 def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    o, final = outputs["o"], outputs.get("final_state")
-    absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
-    initial = t.initial_state if t.state_pool is None else t.state_pool
-    final = final if t.state_pool is None else t.state_pool
-    initial, given = absent if initial is None else initial, absent if final is None else final
-    c, overlaps = convolution_config(problem, t.device), arch >= 90
-    one, tiles = token_tiles(problem, c)
+    initial, final = t.initial_state, outputs.get("final_state")
+    if t.state_pool is not None:
+        initial = final = t.state_pool
+    c = convolution_config(problem, t.device)
+    own = arguments(problem, t, c, arch, dict(initial=initial, final=final))
+    own |= dict(o=outputs["o"], has_initial=problem.has_initial_state, has_final=final is not None)
+    bound = bind(convolution_kernel, problem, t, own)
     return [
         # first, as the next launch may store over the states that both read
-        *checkpoint_launches(problem, t, initial, c),
-        Launch(
-            convolution_kernel,
-            tiles * -(-problem.D // c.BD),
-            (
-                *(t.x, t.weight, t.bias, o, initial, given, t.state_indices, t.has_initial_state, t.cu_seqlens),
-                *(problem.lowest_index, problem.pool_slots, int(problem.has_initial_state), int(final is not None)),
-                *(problem.T, problem.N, problem.D, one, c.BT),
-                *(*t.x.stride()[:2], *o.stride()[:2], *initial.stride(), *given.stride()),
-            ),
-            constants(problem, c, overlaps),
-            c.num_warps,
-            c.max_registers,
-            overlaps,
-        ),
+        *checkpoint_launches(problem, t, own, c),
+        Launch(convolution_kernel, own["ctas"], *bound, c.num_warps, c.max_registers, arch >= 90),
     ]
 
 
-def checkpoint_launches(problem: Problem, t: Tensors, initial: Tensor, c: ConvolutionConfig) -> Iterator[Launch]:
+def checkpoint_launches(problem: Problem, t: Tensors, own: dict[str, object], c: ConvolutionConfig) -> Iterator[Launch]:
     if t.checkpoint_states is None:
         return
     every, buffer = problem.checkpoint_every, t.checkpoint_states
     one, marks = 1, problem.N * problem.checkpoints
     if every > 0:
         one, marks = token_tiles(problem, replace(c, BT=every))
-    yield Launch(
-        convolution_checkpoints_kernel,
-        marks * -(-problem.D // c.BD),
-        (
-            *(t.x, initial, buffer, t.checkpoint_offsets, t.checkpoint_indices, t.state_indices),
-            *(t.has_initial_state, t.cu_seqlens, problem.checkpoints, buffer.shape[0]),
-            *(
-                problem.lowest_index,
-                problem.pool_slots,
-                int(problem.has_initial_state),
-                problem.T,
-                problem.N,
-                problem.D,
-            ),
-            *(one, *t.x.stride()[:2], *initial.stride(), *buffer.stride()),
-        ),
-        dict(L=problem.state_length, EVERY=every, BD=c.BD),
-        c.num_warps,
-    )
+    strides = dict(zip(("states_row", "states_channel", "states_input"), buffer.stride()))
+    own = dict(own, **strides, checkpoint_rows=buffer.shape[0], token_tiles=one, EVERY=every)
+    bound = bind(convolution_checkpoints_kernel, problem, t, own)
+    yield Launch(convolution_checkpoints_kernel, marks * -(-problem.D // c.BD), *bound, c.num_warps)
 
 
 def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
     c = convolution_config(problem, t.device, backward=True)
-    one, tiles = token_tiles(problem, c)
-    absent = t.x.new_empty(0, dtype=problem.state_dtype)
-    dht, overlaps = t.dht if problem.output_final_state else None, arch >= 90
+    _, tiles = token_tiles(problem, c)
+    dht = t.dht if problem.output_final_state else None
     dx = outputs.allocate("x", Result(problem.shape, problem.dtype, zeroed=problem.N == 0))
     dh0 = None
     if t.initial_state is not None:
@@ -654,26 +637,21 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
     columns = problem.taps + (t.bias is not None)
     # a tile alone has the whole sums
     partials = None if tiles == 1 else new((tiles, columns, problem.D), torch.float32, t.device)
-    exchange = tiles == 1 and dh0 is None and dht is None and not problem.packed and c.ahead * c.groups <= problem.T
+    grad_weight, grad_bias = (dweight, dbias) if partials is None else (None, None)
+    own = dict(
+        **arguments(problem, t, c, arch, dict(initial=t.initial_state, grad_final=dht, grad_initial=dh0)),
+        **dict(dx=dx, partials=partials, grad_weight=grad_weight, grad_bias=grad_bias),
+        **dict(has_initial=dh0 is not None, has_final=dht is not None, GROUPS=c.groups),
+        EXCHANGE=tiles == 1 and dh0 is None and dht is None and not problem.packed and c.ahead * c.groups <= problem.T,
+    )
     yield Launch(
         convolution_backward_kernel,
-        tiles * -(-problem.D // c.BD),
-        (
-            *(t.x, t.weight, t.bias, or_absent(t.initial_state, absent)),
-            *(t.cu_seqlens, t.do, or_absent(dht, absent), dx, or_absent(dh0, absent), partials),
-            *((dweight, dbias) if partials is None else (None, None)),
-            *(int(dh0 is not None), int(dht is not None), problem.T, problem.N, problem.D, one, c.BT),
-            *(*t.x.stride()[:2], *t.do.stride()[:2]),
-        ),
-        constants(problem, c, overlaps, GROUPS=c.groups, EXCHANGE=exchange),
+        own["ctas"],
+        *bind(convolution_backward_kernel, problem, t, own),
         c.num_warps,
         c.max_registers,
-        overlaps,
+        arch >= 90,
         scratch=() if partials is None else (partials,),
     )
     if partials is not None:
-        yield sums(partials, dweight, dbias, overlaps)
-
-
-def or_absent(x: Tensor | None, absent: Tensor) -> Tensor:
-    return absent if x is None else x
+        yield sums(partials, dweight, dbias, arch >= 90)

@@ -33,9 +33,11 @@ from ..shared.gates import beta_of, decay_rate, head_bias, log2_decay
 from ..shared.norms import L2_EPS
 from ..shared.products import summand
 from ..shared.records import record_values, store_decay_and_key
+from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets, target_slot
-from ..stages.decode import DECODE_FEW, SCALARS, decode_states, step_arguments
+from ..stages.decode import DECODE_FEW, DecodeStates, decode_states, step_arguments
+from ..stages.launch import bind
 
 CHANNELS_A_THREAD = tl.constexpr(4)
 """Adjacent value channels of a thread where states lie K first, in bf16 too. With 8 fewer threads lie along V and more along K,
@@ -234,31 +236,21 @@ def _channels(problem: Problem, elements: int) -> int:
 
 def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
-    o = outputs["o"]
-    c = decode_config(problem, arch)
+    c, overlaps = decode_config(problem, arch), arch >= 90
     states = decode_states(problem, t, outputs.get("final_state"))
-    overlaps = arch >= 90
-    launch = Launch(
-        decode_kernel,
-        problem.N * problem.HV * (problem.V // c.BV),
-        step_arguments(problem, t, states, o),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            BV=c.BV,
-            SINGLE=problem.T == 1 and not problem.packed,
-            STREAM=c.stream,
-            GATE=problem.gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            V_FIRST=problem.state_v_first,
-            EACH=2 if problem.has_intermediate else problem.stores_each_state,
-            IN_PLACE=problem.has_pool,
-            TWO_POOLS=states.two_pools,
-            NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
-            OVERLAP=overlaps,
-        ),
-        c.num_warps,
-        overlaps=overlaps,
+    own = dict(
+        **step_arguments(problem, t, states, outputs["o"]),
+        **decode_kinds(problem, states),
+        **dict(BV=c.BV, STREAM=c.stream, OVERLAP=overlaps),
     )
-    return [launch]
+    ctas = problem.N * problem.HV * (problem.V // c.BV)
+    return [Launch(decode_kernel, ctas, *bind(decode_kernel, problem, t, own), c.num_warps, overlaps=overlaps)]
+
+
+def decode_kinds(problem: Problem, states: DecodeStates) -> dict[str, object]:
+    """Compile-time arguments that say which tokens there are and where states go."""
+    return dict(
+        SINGLE=problem.T == 1 and not problem.packed,
+        EACH=2 if problem.has_intermediate else problem.stores_each_state,
+        **dict(IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools),
+    )

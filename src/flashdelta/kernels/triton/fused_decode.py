@@ -31,9 +31,11 @@ from ..shared.gates import decay_rate, head_bias, sigmoid
 from ..shared.mma import stacked
 from ..shared.products import summand
 from ..shared.records import COUNTS, open_record
+from ..shared.scalars import SCALARS
 from ..shared.sequences import end_of_few, own_work_tile
 from ..shared.states import everywhere, last_accepted, named_slot, placed, start_slot, state_offsets, target_slot
-from ..stages.fused_decode import SCALARS, arguments
+from ..stages.fused_decode import fused_arguments
+from ..stages.launch import bind
 from .decode import factors, load_tile, record, step, store_tile
 
 
@@ -365,30 +367,12 @@ def fused_config(problem: Problem, arch: int) -> FusedConfig:
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    c, o = fused_config(problem, arch), outputs["o"]
-    overlaps = arch >= 90
-    launch = Launch(
-        fused_decode_kernel,
-        problem.N * problem.H,
-        arguments(problem, t, o),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            W=problem.taps,
-            GROUP=problem.group,
-            TILES=c.tiles,
-            CHANNELS=t.conv_state.stride(1) == 1,
-            SINGLE=problem.T == 1 and not problem.packed,
-            STREAM=c.stream,
-            GATE=problem.gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            V_FIRST=problem.state_v_first,
-            EACH=3 if problem.has_records else int(problem.stores_each_state),
-            OVERLAP=overlaps,
-        ),
-        c.num_warps,
-        c.max_registers,
-        overlaps,
+    c, overlaps = fused_config(problem, arch), arch >= 90
+    own = dict(
+        **fused_arguments(problem, t, outputs["o"]),
+        SINGLE=problem.T == 1 and not problem.packed,
+        EACH=3 if problem.has_records else int(problem.stores_each_state),
+        **dict(TILES=c.tiles, STREAM=c.stream, OVERLAP=overlaps),
     )
-    return [launch]
+    bound = bind(fused_decode_kernel, problem, t, own)
+    return [Launch(fused_decode_kernel, problem.N * problem.H, *bound, c.num_warps, c.max_registers, overlaps)]

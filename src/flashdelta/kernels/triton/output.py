@@ -18,13 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem.problem import Problem
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ..shared.mma import dot
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.launch import StageCall, precision
+from ..stages.launch import StageCall, bind, precision
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots"])
+@triton.jit(do_not_specialize=SCALARS)
 def output_kernel(
     qg, Aqk, h, o, T, N, HV, chunk_slots, o_batch: tl.int64, o_token: tl.int64, o_head: tl.int64,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
@@ -72,24 +73,9 @@ def output_config(problem: Problem, capability: int) -> OutputConfig:
 
 def output(call: StageCall, o: Tensor) -> Launch:
     """`o` holds `v_new`."""
-    problem, workspace = call.problem, call.workspace
+    problem = call.problem
     c = output_config(problem, call.arch)
-    return Launch(
-        output_kernel,
-        problem.B * problem.slots * problem.HV * (problem.V // c.BV),
-        (
-            *(*workspace.select("qg", "Aqk", "h"), o),
-            *(problem.T, problem.N, problem.HV, problem.slots, *strides(o)),
-        ),
-        dict(
-            C=problem.chunk_size,
-            K=problem.K,
-            V=problem.V,
-            BK=c.BK,
-            BV=c.BV,
-            PRECISION=precision(problem),
-            STAGES=c.stages,
-        ),
-        c.num_warps,
-        scratch=call.buffers,
-    )
+    own = dict(call.left("qg", "Aqk", "h"), o=o, BK=c.BK, BV=c.BV, PRECISION=precision(problem), STAGES=c.stages)
+    ctas = problem.B * problem.slots * problem.HV * (problem.V // c.BV)
+    bound = bind(output_kernel, problem, call.t, own)
+    return Launch(output_kernel, ctas, *bound, c.num_warps, scratch=call.buffers)

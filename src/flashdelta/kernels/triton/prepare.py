@@ -34,12 +34,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem.problem import Problem
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ..shared.gates import beta_of, decay_rate
 from ..shared.mma import apply_weights, dot
 from ..shared.norms import L2_EPS
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.launch import TILES, StageCall, chunks, precision, safe_blocks
+from ..stages.launch import StageCall, bind, chunks, precision, safe_blocks
 from .decays import split_decay, sums
 from .prepare_bounded import prepare_bounded_kernel
 from .sub_chunks import SUB, SUB_LEVELS, forward_substitution
@@ -179,12 +180,7 @@ def store_weighted(
 #     Akk * beta -> forward substitution of the near blocks -> corners from middle, then from far -> Akk_inv [C, C]
 #     Aqk, Akk_inv or inverse = Akk_inv diag(beta) -> memory
 #     u = inverse v, w = inverse (k exp(G)), by MAX_WIDTH channels -> memory
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "H", "HV", "chunk_slots", "checkpoints"),
-        *("beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     w, qg, kg, inverse, Aqk, decay, Akk_inv, v, u, scale, lower_bound, T, N, H, HV,
@@ -361,28 +357,14 @@ def prepare_config(problem: Problem, capability: int) -> PrepareConfig:
 def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = None) -> Launch:
     """`Akk_inv`: receives the inverses in float32, or by token, for the backward pass. With `u`, that is left instead of the
     workspace's `Akk_inv`, which then has none."""
-    problem, t = call.problem, call.t
+    problem = call.problem
     c = prepare_config(problem, call.arch)
-    inputs = (t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets)
-    left = (*call.workspace.select(*TILES), Akk_inv)
-    scalars = (
-        *(problem.scale, problem.lower_bound or 0.0),
-        *(problem.T, problem.N, problem.H, problem.HV, problem.slots, problem.checkpoints),
+    kernel = prepare_bounded_kernel if bounded(problem) else prepare_kernel
+    own = dict(
+        **call.left("w", "qg", "kg", "Aqk", "decay"),
+        **dict(inverse=call.workspace.get("Akk_inv"), Akk_inv=Akk_inv, u=u),
+        **dict(BK=c.BK, PRECISION=precision(problem), STAGES=c.stages),
+        **({"v": None} if u is None else {}),
     )
-    constants = dict(
-        C=problem.chunk_size,
-        K=problem.K,
-        BK=c.BK,
-        GATE=problem.gate,
-        BETA=problem.beta_kind,
-        L2NORM=problem.l2norm,
-        PRECISION=precision(problem),
-        STAGES=c.stages,
-    )
-    kernel = prepare_bounded_kernel
-    arguments = (*inputs, *left, *scalars, *strides(t.q, t.k, t.g, t.beta))
-    if not bounded(problem):
-        kernel, constants = prepare_kernel, constants | {"V": problem.V}
-        values = (None if u is None else t.v, u)
-        arguments = (*inputs, *left, *values, *scalars, *strides(t.q, t.k, t.g, t.beta, t.v))
-    return Launch(kernel, chunks(problem), arguments, constants, c.num_warps, scratch=call.buffers)
+    bound = bind(kernel, problem, call.t, own)
+    return Launch(kernel, chunks(problem), *bound, c.num_warps, scratch=call.buffers)

@@ -14,6 +14,7 @@ import triton.language as tl
 from ..shared.gates import beta_of, decay_rate
 from ..shared.mma import apply_weights, dot
 from ..shared.norms import inverse_norm
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
 from .decays import split_decay, sums
 from .sub_chunks import SUB, boundary_matrix, forward_substitution
@@ -87,12 +88,7 @@ def lower(x, diagonal: tl.constexpr):
 #
 #     Aqk, inverse = Akk_inv diag(beta), Akk_inv [C, C] -> memory
 #     w = inverse (k exp(G)), by MAX_WIDTH channels -> memory
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "H", "HV", "chunk_slots", "checkpoints"),
-        *("beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def prepare_bounded_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     w, qg, kg, inverse, Aqk, decay, Akk_inv, scale, lower_bound, T, N, H, HV,

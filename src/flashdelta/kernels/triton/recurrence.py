@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem.problem import Problem
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ..shared.mma import dot
+from ..shared.scalars import SCALARS
 from ..shared.segments import part_of_span, place_segment, segment_of, span_chunks_before
 from ..shared.sequences import (
     OFFSETS_AT_A_TIME,
@@ -36,7 +37,15 @@ from ..shared.sequences import (
     span_extent,
 )
 from ..shared.states import checkpoint_slot, checkpoint_target, load_state, sequence_slot, state_offsets, store_state
-from ..stages.launch import SHARED_MEMORY, StageCall, checkpoint_arguments, packet_arguments, precision, state_arguments
+from ..stages.launch import (
+    SHARED_MEMORY,
+    StageCall,
+    bind,
+    checkpoint_arguments,
+    packet_arguments,
+    precision,
+    state_arguments,
+)
 
 
 @triton.jit
@@ -73,12 +82,7 @@ def regular_row(first_row, chunk, every, rows):
 #         S^T     [BV, K]  = S^T diag(decay) + v_new^T kg
 #     S^T -> the slot of the checkpoint (of a regular one before the span's chunks)
 #     S^T -> final state
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "HV", "chunk_slots", "checkpoints", "lowest", "pool_slots", "has_initial", "has_final"),
-        *("checkpoint_every", "checkpoint_rows"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def recurrence_kernel(
     w, qg, kg, inverse, Aqk, decay, v, o, h, v_new, u, cu_seqlens,
     checkpoint_offsets, checkpoint_indices, checkpoint_states, checkpoint_every,
@@ -292,19 +296,6 @@ def states_config(problem: Problem, capability: int, precision: str) -> Recurren
     return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=1 + min(buffers, SHARED_MEMORY[capability] // stage))
 
 
-def scan_constants(problem: Problem, c: RecurrenceConfig, BV: int) -> dict[str, object]:
-    """Of the kernels that scan a sequence's chunks, with slices of `BV` columns."""
-    return dict(
-        C=problem.chunk_size,
-        K=problem.K,
-        V=problem.V,
-        BV=BV,
-        V_FIRST=problem.state_v_first,
-        PRECISION=precision(problem),
-        STAGES=c.stages,
-    )
-
-
 def recurrence(
     call: StageCall,
     o: Tensor | None,
@@ -315,25 +306,17 @@ def recurrence(
     u: Tensor | None = None,
 ) -> Launch:
     """Without `o`, that is left to `output`. With `u`, neither `Akk_inv` nor v is read."""
-    problem, t, workspace = call.problem, call.t, call.workspace
+    problem, t = call.problem, call.t
     c = recurrence_config(problem, call.arch)
     if u is not None:
         c = states_config(problem, call.arch, problem.precision)
-    inverse, v = (workspace["Akk_inv"], t.v) if u is None else (None, None)
-    first_segment, starts = workspace.select("first_segment", "starts")
-    return Launch(
-        recurrence_kernel,
-        (problem.N if starts is None else starts.shape[0]) * problem.HV * (problem.V // c.BV),
-        (
-            *(*workspace.select("w", "qg", "kg"), inverse, *workspace.select("Aqk", "decay")),
-            *(v, o, h, v_new, u, t.cu_seqlens, *checkpoint_arguments(problem, t)),
-            *(first_segment, starts),
-            *packet_arguments(call),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *strides(t.v, t.v if o is None else o),
-        ),
-        scan_constants(problem, c, c.BV),
-        c.num_warps,
-        scratch=call.buffers,
+    inverse, v = (call.workspace["Akk_inv"], t.v) if u is None else (None, None)
+    starts = call.workspace.get("starts")
+    own = dict(
+        **call.left("w", "qg", "kg", "Aqk", "decay", "first_segment", "starts"),
+        **dict(inverse=inverse, v=v, o=o, h=h, v_new=v_new, u=u),
+        **dict(checkpoint_arguments(problem, t) | packet_arguments(call) | state_arguments(problem, t, final_state)),
+        **dict(BV=c.BV, PRECISION=precision(problem), STAGES=c.stages),
     )
+    ctas = (problem.N if starts is None else starts.shape[0]) * problem.HV * (problem.V // c.BV)
+    return Launch(recurrence_kernel, ctas, *bind(recurrence_kernel, problem, t, own), c.num_warps, scratch=call.buffers)

@@ -11,9 +11,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS
 
 
-@triton.jit(do_not_specialize=["rows", "channels"])
+@triton.jit(do_not_specialize=SCALARS)
 def sums_kernel(
     partials, grad_weight, grad_bias, rows, channels,
     TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,

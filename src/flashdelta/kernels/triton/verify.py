@@ -44,9 +44,11 @@ from ..shared.mma import stacked, two_parts
 from ..shared.norms import L2_EPS
 from ..shared.products import rounded_product
 from ..shared.records import COUNTS, open_record, record_values, store_decay_and_key
+from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets
-from ..stages.decode import SCALARS, decode_states, step_arguments
+from ..stages.decode import decode_states, step_arguments
+from ..stages.launch import bind
 from .sub_chunks import pair_mask
 
 
@@ -350,33 +352,15 @@ def verify_config(problem: Problem) -> VerifyConfig:
 
 def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Speculative tokens into a replay buffer."""
-    o = outputs["o"]
-    c = verify_config(problem)
+    c, overlaps = verify_config(problem), arch >= 90
     states = decode_states(problem, t, None)
     tokens = 8 if problem.most_tokens <= 8 else 16
-    overlaps = arch >= 90
-    launch = Launch(
-        verify_kernel,
-        problem.N * problem.HV * (problem.V // c.BV),
-        step_arguments(problem, t, states, o),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            BV=c.BV,
-            TILE=c.tile,
-            TOKENS=tokens,
-            SPLIT=max(1, min(c.num_warps, problem.K // 16)),
-            MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
-            GATE=problem.gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            V_FIRST=problem.state_v_first,
-            NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
-            OVERLAP=overlaps,
-            ONE_MORE=problem.most_tokens > tokens,
-        ),
-        c.num_warps,
-        max_registers=c.max_registers,
-        overlaps=overlaps,
+    own = dict(
+        **step_arguments(problem, t, states, outputs["o"]),
+        **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
+        **dict(BV=c.BV, TILE=c.tile, SPLIT=max(1, min(c.num_warps, problem.K // 16)), OVERLAP=overlaps),
+        MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
     )
-    return [launch]
+    ctas = problem.N * problem.HV * (problem.V // c.BV)
+    bound = bind(verify_kernel, problem, t, own)
+    return [Launch(verify_kernel, ctas, *bound, c.num_warps, max_registers=c.max_registers, overlaps=overlaps)]

@@ -25,15 +25,16 @@ import triton
 import triton.language as tl
 
 from ...problem.problem import Problem, Tensors
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ...program.program import Outputs
 from ..shared.gates import LOG2E, beta_of, decay_rate
 from ..shared.norms import row_norms
 from ..shared.products import summand
+from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
 from ..shared.states import state_offsets
-from ..stages.launch import backward_precision, chunks
-from ..stages.wy import Parts, WyOperands
+from ..stages.launch import backward_precision, bind, chunks
+from ..stages.wy import Parts, WyOperands, wy_results
 from .decays import chunk_decays, sums
 
 NORM_BK = tl.constexpr(32)
@@ -167,11 +168,7 @@ def add_value_tiles(
 #         dq  = (do S^T) scale exp(G)                   -> dq [C, BK], its part of dG
 #         dk  = (v_new dS'^T) exp(G_C - G)              -> dk [C, BK], its part of dG, G_C
 #     dAkk = -Akk_inv^T (acc_inv diag(beta)) Akk_inv^T  -> dAkk [C, C]
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "H", "HV", "chunk_slots", "rows", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def wy_kernel(
     q, k, g, v, beta, A_log, dt_bias, cu_seqlens, Akk_inv, h, v_new, grad_o, grad_v_new, grad_h, grad_q, grad_k,
     grad_G, grad_v, grad_beta, grad_Akk, grad_Aqk, scale, lower_bound, T, N, H, HV,
@@ -335,45 +332,19 @@ def wy_config(problem: Problem, capability: int) -> WyConfig:
     return WyConfig(BK=16, BV=min(problem.V, 64) if capability in (90, 100) else 32, num_warps=4, stages=1)
 
 
-def wy_launch(
-    problem: Problem, arch: int, x: WyOperands, found: tuple[torch.Tensor | None, ...], rows: int, **kinds: object
-) -> Launch:
-    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`; `rows`: chunks that `h` has of a batch row."""
+def wy_launch(problem: Problem, arch: int, x: WyOperands, own: dict[str, object]) -> Launch:
     c = wy_config(problem, arch)
-    return Launch(
-        wy_kernel,
-        chunks(problem),
-        (
-            *x.arguments(),
-            *found,
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.H, problem.HV, problem.slots, rows),
-            *strides(x.q, x.k, x.g, x.v, x.do, x.beta),
-        ),
-        dict(
-            C=problem.chunk_size,
-            K=problem.K,
-            V=problem.V,
-            BK=c.BK,
-            BV=c.BV,
-            **kinds,
-            PRECISION=backward_precision(problem, arch),
-            STAGES=c.stages,
-        ),
-        c.num_warps,
-    )
+    own = dict(**x.arguments(), **own, BK=c.BK, BV=c.BV, PRECISION=backward_precision(problem, arch), STAGES=c.stages)
+    return Launch(wy_kernel, chunks(problem), *bind(wy_kernel, problem, Tensors(), own), c.num_warps)
 
 
 def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
-    found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
-    kinds = dict(GATE=problem.gate, BETA=problem.beta_kind, L2NORM=problem.l2norm, BY_TOKEN=False, V_FIRST=True)
-    launch = wy_launch(problem, arch, x, found, problem.slots, **kinds)
+    own = dict(parts.arguments(), grad_Akk=parts.grad_A, grad_v=grad_v, rows=problem.slots)
+    launch = wy_launch(problem, arch, x, dict(**own, BY_TOKEN=False, V_FIRST=True))
     return replace(launch, scratch=(*x.kept(), *parts.buffers))
 
 
 def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`."""
-    x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
-    results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
-    kinds = dict(GATE=problem.gate, BETA="value", L2NORM=False, BY_TOKEN=True, V_FIRST=problem.state_v_first)
-    return [wy_launch(problem, arch, x, results, problem.rows, **kinds)]
+    own = dict(wy_results(outputs), grad_Akk=outputs["dA"], BETA="value", L2NORM=False, BY_TOKEN=True)
+    return [wy_launch(problem, arch, WyOperands.of(t), own)]
