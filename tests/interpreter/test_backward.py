@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
-from flashdelta.kernels.triton import gradients as kernels
+from flashdelta.kernels.stages.backward_pass import StageSet
 from flashdelta.kernels.triton import segments
 from flashdelta.runtime import autograd
 
@@ -116,8 +116,8 @@ def test_kept_gradients_are_those_of_a_forward_that_runs_again(name: str, monkey
     call = make_call(replace(KINDS[name], T=66 if name == "bounded" else 17)) | {"backend": "triton"}
     grads = incoming(call)
     want = gradients(call, *grads)
-    scans, scan = [], kernels.scan
-    monkeypatch.setattr(kernels, "scan", lambda *arguments: scans.append(arguments) or scan(*arguments))
+    scans, scan = [], StageSet.scan
+    monkeypatch.setattr(StageSet, "scan", lambda *arguments: scans.append(arguments) or scan(*arguments))
     with poisoned_memory():
         found = gradients(call | {"disable_recompute": True}, *grads)
     assert len(scans) == 1

@@ -25,6 +25,7 @@ from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.decode import commit_arguments
+from ..stages.launch import bind
 from .device.compat import barrier
 from .device.layouts import BV
 from .device.math import multiply
@@ -38,7 +39,7 @@ from .device.portable import (
     stacked,
     two_parts,
 )
-from .launch import aligned, bind
+from .launch import aligned
 
 
 @gluon.jit

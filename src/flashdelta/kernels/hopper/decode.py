@@ -25,6 +25,7 @@ from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.decode import DECODE_FEW, decode_states, step_arguments
+from ..stages.launch import bind
 from .device.compat import copy_async
 from .device.math import split_high_low
 from .device.portable import (
@@ -39,7 +40,7 @@ from .device.portable import (
     source_slot,
     target_slot,
 )
-from .launch import aligned, bind, prefetching_ctas
+from .launch import aligned, prefetching_ctas
 
 
 @gluon.jit

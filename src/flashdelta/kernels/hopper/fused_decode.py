@@ -25,10 +25,11 @@ from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.program import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.fused_decode import fused_arguments
+from ..stages.launch import bind
 from .decode import fetch_to_cache, prefetch
 from .device.compat import barrier, copy_async
 from .device.portable import L2_EPS, LOG2E, at_token, everywhere, exact_beta, exact_log2_decay, locate, placed, sigmoid
-from .launch import aligned, bind, prefetching_ctas
+from .launch import aligned, prefetching_ctas
 
 ROWS = gl.constexpr(32)
 """Value channels of a state that are copied and updated at a time."""

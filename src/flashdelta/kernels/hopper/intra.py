@@ -44,7 +44,7 @@ from .device.math import (
 )
 from .device.portable import beta_gradient, decay_rate
 from .device.tile_scheduler import chunk_tile, first_tile
-from .launch import bind
+from .launch import bind_div8
 
 
 @gluon.jit
@@ -363,13 +363,13 @@ def intra_kernel(
         gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
 
 
-def intra(problem: Problem, t: Tensors, parts: Parts, heads: ByHead) -> Launch:
+def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
     prefetch = problem.K == 128 and problem.g_dtype == torch.bfloat16
     own = dict(**parts.arguments(), **heads.arguments(), PREFETCH=prefetch)
     return Launch(
         intra_kernel,
         chunks(problem),
-        *bind(intra_kernel, problem, t, own),
+        *bind_div8(intra_kernel, problem, t, own),
         num_warps=4 * (problem.K // 64),
         scratch=(*parts.buffers, *heads.buffers(problem)),
     )

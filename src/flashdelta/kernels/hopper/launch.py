@@ -106,15 +106,17 @@ def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayo
     return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
 
 
-def stride_of(name: str, x: torch.Tensor, axis: int) -> int:
+def stride_div8(name: str, x: torch.Tensor, axis: int) -> int:
     """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
     stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
     return stride if name == "beta" else stride // 8
 
 
-def bind(kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]) -> tuple[tuple, dict[str, Any]]:
+def bind_div8(
+    kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]
+) -> tuple[tuple, dict[str, Any]]:
     """`stages/launch.py: bind`, with strides as the kernels over chunks take them."""
-    return portable.bind(kernel, problem, t, own, stride_of)
+    return portable.bind(kernel, problem, t, own, stride_div8)
 
 
 def ctas(slices: int, device: torch.device) -> int:

@@ -51,7 +51,7 @@ from .device.math import (
 from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, bind, overlaps_prepare
+from .launch import FLAGS, bind_div8, overlaps_prepare
 from .segments import SPLIT_COSTS, plan_segments, room
 
 # registers of four warps; a thread has all tokens that it sums over
@@ -831,7 +831,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     return Launch(
         prepare_kernel,
         ctas + (plan is not None),
-        *bind(prepare_kernel, problem, call.t, own),
+        *bind_div8(prepare_kernel, problem, call.t, own),
         num_warps=4,
         scratch=call.buffers,
         # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)

@@ -60,7 +60,7 @@ from .device.math import (
 )
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, bind, tiles
+from .launch import FLAGS, bind_div8, tiles
 from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, row_factors, running_sums, weighted
 
 
@@ -674,7 +674,7 @@ def prepare_steps(call: StageCall) -> Launch:
     return Launch(
         prepare_steps_kernel,
         ctas,
-        *bind(prepare_steps_kernel, problem, call.t, own),
+        *bind_div8(prepare_steps_kernel, problem, call.t, own),
         num_warps=4,
         scratch=call.buffers,
         # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill

@@ -47,7 +47,7 @@ from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, bind, ctas, overlaps_prepare, stages, tiles, work_tiles
+from .launch import TILE, bind_div8, ctas, overlaps_prepare, stages, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
 """What the loader says of a chunk where checkpoints cut sequences: its first token, its tokens, the slot for the
@@ -590,7 +590,7 @@ def recurrence(
     return Launch(
         recurrence_kernel,
         most if call.may_split and problem.N > 0 else min(work_tiles(problem), most),
-        *bind(recurrence_kernel, problem, t, own),
+        *bind_div8(recurrence_kernel, problem, t, own),
         num_warps=4,
         overlaps=overlaps,
         scratch=call.buffers,

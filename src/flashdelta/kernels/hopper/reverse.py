@@ -39,7 +39,7 @@ from .device.math import hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring
 from .device.portable import crossing_packet, state_offsets
 from .device.tile_scheduler import TileScheduler, rows_before
-from .launch import TILE, bind, ctas, stages, tiles, work_tiles
+from .launch import TILE, bind_div8, ctas, stages, tiles, work_tiles
 
 
 @gluon.jit
@@ -239,6 +239,7 @@ def reverse_kernel(
 def reverse(
     problem: Problem,
     t: Tensors,
+    arch: int,
     kept: Kept,
     scanned: Scanned | None,
     dht: Tensor | None,
@@ -255,7 +256,7 @@ def reverse(
     return Launch(
         reverse_kernel,
         most if kept.split and problem.N > 0 else min(work_tiles(problem), most),
-        *bind(reverse_kernel, problem, t, own),
+        *bind_div8(reverse_kernel, problem, t, own),
         num_warps=4,
         scratch=reverse_scratch(kept, scanned, own),
     )

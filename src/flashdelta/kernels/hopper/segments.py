@@ -33,7 +33,7 @@ from .device.portable import chunks_of, planned_segments, sequence_slot, span_co
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
 from .device.trial import may_forget, trial
-from .launch import MOST_CTAS, TILE, bind, ctas, stages, tiles
+from .launch import MOST_CTAS, TILE, bind_div8, ctas, stages, tiles
 from .recurrence import new_values, rows_of_step
 
 
@@ -438,7 +438,7 @@ def _transitions(call: StageCall, where: dict[str, Any], final_state: Tensor | N
     return Launch(
         transitions_kernel,
         ctas((problem.K + problem.V) // TILE, t.v.device),
-        *bind(transitions_kernel, problem, t, own),
+        *bind_div8(transitions_kernel, problem, t, own),
         num_warps=4,
         overlaps=True,
         scratch=call.buffers,

@@ -29,6 +29,7 @@ from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.program import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.decode import decode_states, step_arguments
+from ..stages.launch import bind
 from .device.math import dot3, multiply, pick, store_parts
 from .device.portable import (
     AHEAD,
@@ -47,7 +48,7 @@ from .device.portable import (
     store_decay_and_key,
     two_parts,
 )
-from .launch import aligned, bind
+from .launch import aligned
 
 STEP = gl.constexpr(32)
 """Key channels of the state that are loaded at a time: 8 MMAs deep, of which a thread has 4 adjacent ones, twice."""

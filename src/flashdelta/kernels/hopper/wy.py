@@ -51,7 +51,7 @@ from .device.pipeline import make_channel, next_phase
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
 from .device.tma import load_tiles, tma_store, wait_tiles
-from .launch import TILE, bind, describe, stride_of
+from .launch import TILE, bind_div8, describe, stride_div8
 
 
 @gluon.jit
@@ -401,7 +401,7 @@ def _wy(problem: Problem, x: WyOperands, own: dict[str, Any], persistent: bool =
     return Launch(
         wy_kernel,
         min(tiles, sm_count(x.beta.device)) if persistent else tiles,
-        *bind(wy_kernel, problem, Tensors(), {**x.arguments(), **own}),
+        *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}),
         num_warps=8,
     )
 
@@ -409,7 +409,7 @@ def _wy(problem: Problem, x: WyOperands, own: dict[str, Any], persistent: bool =
 def strides_of(x: WyOperands) -> dict[str, int]:
     """Of the rows, under the kernel's names, also where tensor descriptors take the tensors' places."""
     rows = dict(q=x.q, k=x.k, g=x.g, v=x.v, o=x.do, beta=x.beta)
-    return {f"{name}_{axis}": stride_of(name, y, i) for name, y in rows.items() for axis, i in AXES.items()}
+    return {f"{name}_{axis}": stride_div8(name, y, i) for name, y in rows.items() for axis, i in AXES.items()}
 
 
 def described(x: WyOperands) -> WyOperands:
@@ -428,7 +428,7 @@ def by_state(x: torch.Tensor) -> TensorDescriptor:
     return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
 
 
-def wy(problem: Problem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
+def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
     launch = _wy(problem, x, dict(parts.arguments(), grad_v=grad_v, rows=problem.slots, V_FIRST=True))
     return replace(launch, scratch=(*x.kept(), *parts.buffers))
 

@@ -31,10 +31,10 @@ class WyOperands:
     A_log: torch.Tensor | None = None
     dt_bias: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, t: Tensors) -> WyOperands:
+    @staticmethod
+    def of(t: Tensors) -> WyOperands:
         """The operands of `chunk_bwd_wy_dqkg`, the stage on its own."""
-        return cls(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
+        return WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
 
     def arguments(self) -> dict[str, Any]:
         """Under the kernels' names."""

@@ -301,7 +301,6 @@ def recurrence(
     o: Tensor | None,
     final_state: Tensor | None,
     h: Tensor | None,
-    *,
     v_new: Tensor | None = None,
     u: Tensor | None = None,
 ) -> Launch:

@@ -127,12 +127,12 @@ def reverse_kernel(
 def reverse(
     problem: Problem,
     t: Tensors,
+    arch: int,
     kept: Kept,
     scanned: Scanned | None,
     dht: Tensor | None,
     dh0: Tensor | None,
     packet: Tensor | None,
-    arch: int,
 ) -> Launch:
     """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
     c = recurrence_config(problem, arch)

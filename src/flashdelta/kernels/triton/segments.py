@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...problem.problem import Problem
 from ...problem.split import SplitCosts
-from ...program.launch import Launch
+from ...program.launch import Launch, sm_count
 from ..shared.mma import dot
 from ..shared.scalars import SCALARS
 from ..shared.segments import (
@@ -197,9 +197,9 @@ def _transitions(call: StageCall, segments: int, where: dict[str, Any], final_st
     )
 
 
-def before_segments(call: StageCall, room: int, final_state: Tensor | None) -> list[Launch]:
-    """What finds the states before the segments."""
+def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
+    """Finds the states before the segments."""
     if not call.forms_segments:
         return []
-    most = call.workspace["starts"].shape[0]
-    return [plan(call, room), transitions(call, most, final_state), compose(call, final_state)]
+    most, at_once = call.workspace["starts"].shape[0], room(call.problem, call.arch, sm_count(call.t.device))
+    return [plan(call, at_once), transitions(call, most, final_state), compose(call, final_state)]
