@@ -55,7 +55,7 @@ def swap_pairs(x, first: gl.constexpr, second: gl.constexpr):
 
 
 @gluon.jit
-def load_slices(x, offsets, next_: gl.constexpr, SLICES: gl.constexpr, mask=None, other=None):
+def load_slices(x, offsets, next_: gl.constexpr, SLICES, mask=None, other=None):
     """Of each slice what lies at the offsets, `next_` elements on from the slice before."""
     first = gl.load(x + offsets, mask=mask, other=other)
     if SLICES == 1:
@@ -65,7 +65,7 @@ def load_slices(x, offsets, next_: gl.constexpr, SLICES: gl.constexpr, mask=None
 
 
 @gluon.jit
-def load_states(states, at, next_: gl.constexpr, SLICES: gl.constexpr, mask=None):
+def load_states(states, at, next_: gl.constexpr, SLICES, mask=None):
     """Of each slice, packed."""
     loaded = load_slices(states, at, next_, SLICES, mask=mask)
     if SLICES == 1:
@@ -95,8 +95,7 @@ def unpacked(x, layout: gl.constexpr):
 
 @gluon.jit
 def load_records(
-    record, count, tokens, there, of_u, row_step,
-    K: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr, row_l: gl.constexpr, left_l: gl.constexpr,
+    record, count, tokens, there, of_u, row_step, K, SLICES, TOKENS, row_l: gl.constexpr, left_l: gl.constexpr,
 ):  # fmt: skip
     """Of the accepted tokens from the last one on: `k` and the decays that what is before them goes through, `[TOKENS, K]`; the
     first token's decay; and channels `of_u` of each slice of `u`, twice. What a token adds decays by those before it in this
@@ -117,10 +116,7 @@ def load_records(
 
 
 @gluon.jit
-def load_first(
-    record, count, tokens, there, of_u, row_step,
-    K: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr, key_l: gl.constexpr,
-):  # fmt: skip
+def load_first(record, count, tokens, there, of_u, row_step, K, SLICES, TOKENS, key_l: gl.constexpr):
     """Of the first of more than `TOKENS` accepted tokens: `k`, the second token's decay, and `u`. Zeros and ones of fewer."""
     more = there & (gl.minimum(count, tokens) > TOKENS)
     key = gl.arange(0, K, layout=key_l)

@@ -56,14 +56,14 @@ def prefetch(at):
 
 
 @gluon.jit
-def fetch_to_cache(at, SIZE: gl.constexpr):
+def fetch_to_cache(at, SIZE):
     """Prefetches `SIZE` bytes from the address `at` on to the L2 cache, by lines of 128."""
     line_l: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     prefetch(at.to(gl.int64, bitcast=True) + gl.arange(0, SIZE // 128, layout=line_l) * 128)
 
 
 @gluon.jit
-def copy_tiles(state_s, start, in_slot, read, TILES: gl.constexpr, SIZE: gl.constexpr):
+def copy_tiles(state_s, start, in_slot, read, TILES, SIZE):
     """Starts the copies of tiles of `SIZE` elements from `start` on, zeros if nothing is `read`, each a group of copies."""
     for i in gl.static_range(TILES):
         copy_async(state_s.index(i), start + (i * SIZE + in_slot), mask=everywhere(in_slot, read))

@@ -39,7 +39,7 @@ SHARED_BYTES = 228 * 1024
 
 
 @gluon.jit
-def window_of(window, channel, place_stride, live, W: gl.constexpr):
+def window_of(window, channel, place_stride, live, W):
     """The `W - 1` inputs of a channel that its window keeps."""
     kept = ()
     for tap in gl.static_range(W - 1):
@@ -48,7 +48,7 @@ def window_of(window, channel, place_stride, live, W: gl.constexpr):
 
 
 @gluon.jit
-def filter_of(filters, bias, in_bias, tap_stride, W: gl.constexpr):
+def filter_of(filters, bias, in_bias, tap_stride, W):
     """The `W` taps of a channel, and its bias if there is one."""
     taps = ()
     for tap in gl.static_range(W):
@@ -80,10 +80,7 @@ def roll(window, kept, x, channel, place_stride, live):
 
 
 @gluon.jit
-def rows_of(
-    v, weight, weight_channel, weight_tap, bias, value_channels, g, beta, z, A_log, dt_bias, head,
-    K: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
+def rows_of(v, weight, weight_channel, weight_tap, bias, value_channels, g, beta, z, A_log, dt_bias, head, K, W):
     """Of a value head what lies in no slot: input and filter of `v`, the gate's input, bias and rate, write strength, output
     gate. As it lies in memory: what is worked out here would wait for memory ahead of the loads that follow."""
     channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -99,7 +96,7 @@ def rows_of(
 
 
 @gluon.jit
-def decay_of(row_g, row_bias, rate, lower_bound, GATE: gl.constexpr):
+def decay_of(row_g, row_bias, rate, lower_bound, GATE):
     """`exp` of the log decay, from what the gate is made of."""
     rate = gl.exp2(rate.to(gl.float32) * LOG2E)
     return gl.exp2(exact_log2_decay(row_g.to(gl.float32) + row_bias.to(gl.float32), rate, lower_bound, GATE))
@@ -114,7 +111,7 @@ def slot_of(index, lowest, slots):
 
 
 @gluon.jit
-def copy_tiles(state_s, states, in_tile, read, TILES: gl.constexpr, SIZE: gl.constexpr):
+def copy_tiles(state_s, states, in_tile, read, TILES, SIZE):
     """Starts the copies of a state's tiles, zeros if nothing is `read`, each a group of copies."""
     for i in gl.static_range(TILES):
         copy_async(state_s[i], states + in_tile + i * SIZE, mask=everywhere(in_tile, read))

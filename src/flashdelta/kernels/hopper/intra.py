@@ -48,7 +48,7 @@ from .launch import bind_div8
 
 
 @gluon.jit
-def store_no_partials(partial_A_log, partial_dt_bias, chunk, K: gl.constexpr):
+def store_no_partials(partial_A_log, partial_dt_bias, chunk, K):
     """Zeros for a slot without a chunk."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     column = gl.arange(0, K, layout=layout)
@@ -96,9 +96,7 @@ def replace_decays(last_rows):
 
 
 @gluon.jit
-def bounded_pairs(
-    k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
-):
+def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K):
     """From log decays in `high_s + low_s`: the gradients of `q_i` and `k_i` (for beta 1) as left operands, of `k_j` as a right
     one, and of G. `rows`: factors of a key's row on the right, of a query's and of a key's on the left. `last_rows`: see
     `replace_decays`."""
@@ -141,8 +139,7 @@ def bounded_pairs(
 
 @gluon.jit
 def all_pairs(
-    k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows,
-    acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr,
+    k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K,
 ):  # fmt: skip
     """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices, and `by_row_s` the rows'
     factors."""

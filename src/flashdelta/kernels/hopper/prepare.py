@@ -129,7 +129,7 @@ class Buffers:
 
 
 @gluon.jit
-def make_buffers(dt_bias, KH: gl.constexpr):
+def make_buffers(dt_bias, KH):
     pair0 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     pair1 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     right0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
@@ -151,7 +151,7 @@ def make_buffers(dt_bias, KH: gl.constexpr):
 
 
 @gluon.jit
-def load_bias(dt_bias, head, K: gl.constexpr):
+def load_bias(dt_bias, head, K):
     """The gate's bias of a value head, `[K]`. Volatile, as the rate is."""
     channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
@@ -172,7 +172,7 @@ def copy_pair(shared, first, first_token, first_count, second, second_token, sec
 
 
 @gluon.jit
-def copy_tokens(shared, x, x_token, count, TOKENS: gl.constexpr):
+def copy_tokens(shared, x, x_token, count, TOKENS):
     """Starts the copy of `TOKENS` rows, all channels, to `shared [halves * TOKENS, 64]`. Zeros from `count` on."""
     row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
@@ -194,7 +194,7 @@ def load_gate(buffers, h, dtype: gl.constexpr):
 
 
 @gluon.jit
-def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
+def row_factors(pair_s, scale, KEYS_FIRST, L2NORM):
     """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
     `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
@@ -218,7 +218,7 @@ def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
 
 
 @gluon.jit
-def store_norms(buffers, scale, L2NORM: gl.constexpr):
+def store_norms(buffers, scale, L2NORM):
     buffers.norm0.reshape([4, 16]).store(row_factors(buffers.pairs(0), scale, True, L2NORM))
     buffers.norm1.reshape([4, 16]).store(row_factors(buffers.pairs(1), scale, False, L2NORM))
 
@@ -233,7 +233,7 @@ def pair_factors(norm_s):
 
 
 @gluon.jit
-def decay_steps(x, bias, rate, unit_s, GATE: gl.constexpr, SAFE: gl.constexpr):
+def decay_steps(x, bias, rate, unit_s, GATE, SAFE):
     """Log2 decays `[4, 8, 64]` of a block's rows."""
     unit = unit_s.reshape([4, 8]).load(gl.SliceLayout(2, BLOCK))[:, :, None]
     step = gate(widen(x), bias, rate, GATE) * unit
@@ -257,7 +257,7 @@ def running_sums(step):
 
 
 @gluon.jit
-def half_sums(buffers, h, rate, dtype: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr):
+def half_sums(buffers, h, rate, dtype: gl.constexpr, GATE, SAFE):
     """`running_sums` of both blocks for half `h` of the channels, and the sub-chunks' totals `[2, 4, 64]`."""
     bias = 0.0
     if buffers.bias is not None:
@@ -391,7 +391,7 @@ def store_inverse_parts(X, D_s, n_s, I_n_s):
 
 
 @gluon.jit
-def store_sums(buffers, rate, dtype: gl.constexpr, GATE: gl.constexpr):
+def store_sums(buffers, rate, dtype: gl.constexpr, GATE):
     """Unbounded decays: stores the sums of log decays, and gives the least of half a block, by channel."""
     lowest = gl.zeros((64,), gl.float32, layout=COLUMNS)
     for h in range(buffers.KH):
@@ -406,10 +406,7 @@ def store_sums(buffers, rate, dtype: gl.constexpr, GATE: gl.constexpr):
 
 
 @gluon.jit
-def bounded_pairs(
-    buffers, tiles, decay, column, rate, scale,
-    dtype: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
-):  # fmt: skip
+def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM):
     """Stores `qg`, `kg` and `decay`, and leaves `k a` in the pairs. Accumulators `[64, 32]`: `upper`, of pair 0 by block 0's
     columns; `lower` and `right`, of pair 1 by block 0's and by block 1's.
 

@@ -93,7 +93,7 @@ def part(shared, i: gl.constexpr):
 
 
 @gluon.jit
-def row_values(shared, i: gl.constexpr, KH: gl.constexpr):
+def row_values(shared, i: gl.constexpr, KH):
     """Of the rows of a part."""
     rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH)))
     return shared.reshape([2, 2, 16]).slice(i * (2 // KH), 2 // KH, 1).load(rows_l)[None, :, :, :, None]
@@ -107,7 +107,7 @@ def exp2_negative_abs(x):
 
 
 @gluon.jit
-def unbounded_gate(x, bias, GATE: gl.constexpr, FINITE: gl.constexpr):
+def unbounded_gate(x, bias, GATE, FINITE):
     """`gate` for gates without a bound, with `bias` in log2. Unless `FINITE`, which takes two instructions more, some that are
     about -88 or less come out as infinite."""
     gl.static_assert(
@@ -142,7 +142,7 @@ def part_sums(step):
 
 
 @gluon.jit
-def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr):
+def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE, SAFE):
     """`part_sums` of part `i`, from the gate's input."""
     KH: gl.constexpr = g_s.shape[0] // 64
     x = widen(part(g_s, i).load(part_layout(KH)))
@@ -151,7 +151,7 @@ def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE: gl.constexpr, S
 
 
 @gluon.jit
-def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIES_FIRST: gl.constexpr = False):
+def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIES_FIRST=False):
     """Makes operands of a part's keys and queries, in their place, and right operands, from log2 decays `d` since the
     reference. `QUERIES_FIRST`: the order in which registers suffice for all rows of a packed chunk at once, where gates are
     bounded."""
@@ -264,7 +264,7 @@ def of_steps(first, last, below):
 
 
 @gluon.jit
-def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE: gl.constexpr):
+def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE):
     """`A` and `Aqk` `[64, 32]` of each row's own step for any decay, and the operands and decays of `recurrence`.
 
     Pairs within 8 rows split at row 4, both factors at most exp(80) by the clamp. Rows 8 .. 15 meet the first 8 as those lie,

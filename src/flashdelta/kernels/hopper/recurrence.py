@@ -83,10 +83,7 @@ def tiles_of_chunk(K, STEPS):
 
 
 @gluon.jit
-def load(
-    tiles_d, decay, v, ring, info, scheduler, target, strides,
-    K: gl.constexpr, STEPS: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
+def load(tiles_d, decay, v, ring, info, scheduler, target, strides, K, STEPS, OUTPUT):
     """The loader: one warp that keeps the ring full, without the tiles `qg` and `Aqk` where there is no `OUTPUT`. It is ahead
     of the warps that compute, so these read offsets and indices of checkpoints only where several lie after one token."""
     slice_ = scheduler.slice()
@@ -133,13 +130,13 @@ def load(
 
 
 @gluon.jit
-def rows_of_step(ring, stage, tile: gl.constexpr, STEP: gl.constexpr):
+def rows_of_step(ring, stage, tile: gl.constexpr, STEP):
     """`[32, 64]`: of a tile of a stage."""
     return ring.tile(stage, tile).slice(32 * STEP, 32)
 
 
 @gluon.jit
-def new_values(ring, s, STEP: gl.constexpr, inverse, state0, state1, v_t, KH: gl.constexpr):
+def new_values(ring, s, STEP, inverse, state0, state1, v_t, KH):
     """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T` and `v_new^T` `[64, 32]`:
 
         S' = exp(G_m) S        v_new = inverse v - w S'
@@ -163,7 +160,7 @@ def new_values(ring, s, STEP: gl.constexpr, inverse, state0, state1, v_t, KH: gl
 
 
 @gluon.jit
-def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
+def start_step(ring, s, STEP, state0, state1, v_t, KH):
     """`new_values`, and the first summand of the output:
 
         o = qa S' + Aqk v_new        S = exp(G_C - G_m) (S' + kb^T v_new)
@@ -181,7 +178,7 @@ def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexp
 
 
 @gluon.jit
-def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, left0, left1, KH: gl.constexpr):
+def end_step(ring, s, STEP, state0, state1, v_new_t, out, v_t, left0, left1, KH):
     """The states after the step that `start_step` began, and `o^T [64, 32]`."""
     KB: gl.constexpr = 2 * KH
     Aqk = rows_of_step(ring, s, 3 * KH, STEP).slice(32, 32, 1)
@@ -201,10 +198,7 @@ def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, lef
 
 
 @gluon.jit
-def store_inside(
-    row, value, key, iteration, state0, state1,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def store_inside(row, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS):
     """Stores a state inside the loop over chunks. Its offsets are worked out where they are needed: before the loop, where the
     compiler would have them, they take registers from all of it."""
     # K, V and V_FIRST are parameters of their own, here and below: as constants in a tuple Triton 3.6 fails on them for K = 64
@@ -232,8 +226,7 @@ def span_checkpoint(scheduler, tile, span, stop, target):
 
 @gluon.jit
 def store_checkpoints(
-    scheduler, tile, stop, slot, span, target, value, key, iteration, state0, state1,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
+    scheduler, tile, stop, slot, span, target, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS,
 ):  # fmt: skip
     """The states after token `stop`: in `slot`, and in those of spans from `span` on that end there, too; -1 for none."""
     _, states, pitch, _, _ = target
@@ -247,10 +240,7 @@ def store_checkpoints(
 
 
 @gluon.jit
-def compute(
-    ring, info, o_s, outputs, states, starting, scheduler, strides,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, H_V_FIRST: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V, V_FIRST, H_V_FIRST, STEPS):
     """The consumer: four warps that carry a tile's state from chunk to chunk. What follows are chunks of 64 tokens; with
     `STEPS` a chunk is two steps of 32, each a `start_step` and an `end_step`, and its stage has one tile less.
 

@@ -52,14 +52,14 @@ def wanted_chunks(tile, offsets):
 
 
 @gluon.jit
-def own_offsets(n, head, HV, value, key, iteration, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
+def own_offsets(n, head, HV, value, key, iteration, K, V, V_FIRST):
     """Of the elements of state `n` of a head, worked out anew."""
     first = (n.to(gl.int64) * HV + head) * (K * V)
     return state_offsets(first, value + hidden_zero(iteration), key, K, V, V_FIRST)
 
 
 @gluon.jit
-def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K: gl.constexpr):
+def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K):
     """The loader: one warp that keeps the ring full, of each chunk with all tiles but `inverse`."""
     HV = scheduler.HV
     slice_ = scheduler.slice()
@@ -91,10 +91,7 @@ def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K: gl.conste
 
 
 @gluon.jit
-def compute(
-    ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr,
-):  # fmt: skip
+def compute(ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler, K, V, V_FIRST):
     """The consumer: four warps that carry a tile's gradient from chunk to chunk. What a chunk leaves goes to memory during the
     next one's first MMAs. No MMA is in flight from chunk to chunk, as in `recurrence`."""
     grad_v_new, grad_h, grad_initial, border, packet = outputs

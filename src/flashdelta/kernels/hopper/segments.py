@@ -39,8 +39,7 @@ from .recurrence import new_values, rows_of_step
 
 @gluon.jit
 def plan_segments(
-    cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints, room, split, batch_invariant,
-    COSTS: gl.constexpr,
+    cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints, room, split, batch_invariant, COSTS,
 ):  # fmt: skip
     """`first_segment [N + 1]`: where each sequence's segments begin among all, for the whole CTA to write."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -74,7 +73,7 @@ def plan_segments(
 
 
 @gluon.jit
-def transition_count(scheduler, border, K: gl.constexpr):
+def transition_count(scheduler, border, K):
     if border is None:
         return scheduler.transition_count()
     else:
@@ -82,7 +81,7 @@ def transition_count(scheduler, border, K: gl.constexpr):
 
 
 @gluon.jit
-def transition_slice(scheduler, border, K: gl.constexpr):
+def transition_slice(scheduler, border, K):
     """The CTA's slice of the columns of M and b."""
     if border is None:
         return scheduler.slice()
@@ -91,7 +90,7 @@ def transition_slice(scheduler, border, K: gl.constexpr):
 
 
 @gluon.jit
-def transition(scheduler, border, k, K: gl.constexpr):
+def transition(scheduler, border, k, K):
     """The CTA's transition number `k`: of a segment, or of a sequence that goes on to the next rank."""
     if border is None:
         return scheduler.transition(k, K)
@@ -100,7 +99,7 @@ def transition(scheduler, border, k, K: gl.constexpr):
 
 
 @gluon.jit
-def is_tried(decay, scheduler, tile, chunks, K: gl.constexpr):
+def is_tried(decay, scheduler, tile, chunks, K):
     """Whether the last chunk of the transition is tried first. Loader and consumer each ask, and get the same answer: neither
     waits for the other where nothing is tried."""
     last = (tile.slot + chunks - 1).to(gl.int32) * scheduler.HV + tile.head
@@ -108,9 +107,7 @@ def is_tried(decay, scheduler, tile, chunks, K: gl.constexpr):
 
 
 @gluon.jit
-def fetch(
-    sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr, STEPS: gl.constexpr
-):
+def fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K, STEPS):
     """Asks for `-w`, `kg` (in steps `kb`), `inverse`, v and decays of chunk `i` of a span."""
     tiles_d, decay, v = sources
     row, in_v, key, in_head, v_token, slice_ = offsets
@@ -135,7 +132,7 @@ def fetch(
 
 
 @gluon.jit
-def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr, STEPS: gl.constexpr):
+def load(sources, ring, decision, scheduler, border, strides, K, STEPS):
     """The loader: one warp that keeps the ring full. If a segment is tried, its last chunk comes first, and then all of them
     unless that forgets."""
     _tiles_d, decay, _v = sources
@@ -170,7 +167,7 @@ def tile_offsets(tile, at, strides):
 
 
 @gluon.jit
-def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K: gl.constexpr, STEPS: gl.constexpr):
+def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K, STEPS):
     """All chunks of the transition, if any is wanted."""
     offsets = tile_offsets(tile, at, strides)
     start = tile.begin
@@ -186,10 +183,7 @@ def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, 
 
 
 @gluon.jit
-def compute(
-    decay, ring, decision, forgets, results, states, scheduler, border,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def compute(decay, ring, decision, forgets, results, states, scheduler, border, K, V, V_FIRST, STEPS):
     """The consumer: four warps that carry 64 columns of M or b, transposed, from chunk to chunk."""
     slice_ = transition_slice(scheduler, border, K)
     STATE: gl.constexpr = ACC if STEPS else LINES
@@ -229,7 +223,7 @@ def compute(
 
 
 @gluon.jit
-def start_columns(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
+def start_columns(ring, s, STEP, state0, state1, v_t, KH):
     """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: what `recurrence` does to its state, to
     the bit. What it has of the stage but tiles, it has before it waits."""
     KB: gl.constexpr = KH
@@ -249,7 +243,7 @@ def start_columns(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.const
 
 
 @gluon.jit
-def end_columns(state0, state1, v_new_left, decay0, decay1, KH: gl.constexpr):
+def end_columns(state0, state1, v_new_left, decay0, decay1, KH):
     """The columns after the step that `start_columns` began."""
     if KH == 2:
         state0 = warpgroup_mma_wait(1, deps=[state0])
@@ -263,10 +257,7 @@ def end_columns(state0, state1, v_new_left, decay0, decay1, KH: gl.constexpr):
 
 
 @gluon.jit
-def scan(
-    ring, results, states, at, tile, place, chunks, iteration,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, TRIED: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def scan(ring, results, states, at, tile, place, chunks, iteration, K, V, V_FIRST, TRIED, STEPS):
     """The transition's columns, chunk by chunk, from `iteration` on. `TRIED`: after a trial, which may have run."""
     initial_state, state_pitch, has_initial, has_final, pool = states
     state_indices, has_initial_state, lowest, pool_slots = pool
@@ -338,7 +329,7 @@ def scan(
 
 
 @gluon.jit
-def store_columns(results, at, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr):
+def store_columns(results, at, tile, state0, state1, wanted, K, V, STEPS):
     """The CTA's 64 columns of M or b."""
     transitions, offsets, transition_pitch, offset_pitch = results
     slice_, column, key = at

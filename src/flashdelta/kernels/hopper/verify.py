@@ -102,7 +102,7 @@ def blocks_of(a, b, level: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def pairs_by_levels(
     since_s, until_s, pairs_s, rows_s, k, q, exp_g,
-    row_l: gl.constexpr, left_l: gl.constexpr, right_l: gl.constexpr, pairs_l: gl.constexpr, AT_ONCE: gl.constexpr,
+    row_l: gl.constexpr, left_l: gl.constexpr, right_l: gl.constexpr, pairs_l: gl.constexpr, AT_ONCE,
 ):  # fmt: skip
     """A and B transposed, without B's diagonal, to `pairs_s`, 16 rows for every `AT_ONCE` levels; and rows for the state to
     `rows_s`. Returns `until` of the whole. `since_s` and `until_s` are for the rows of such levels.
@@ -150,7 +150,7 @@ def store_rows(rows_s, nth: gl.constexpr, rows):
 
 
 @gluon.jit
-def allocate_parts(ROWS: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+def allocate_parts(ROWS, K, layout: gl.constexpr):
     """Both parts of `[ROWS, K]`. In one memory a barrier would separate what is stored to them."""
     high = gl.allocate_shared_memory(gl.float32, [ROWS, K], layout)
     low = gl.allocate_shared_memory(gl.float32, [ROWS, K], layout)
@@ -158,7 +158,7 @@ def allocate_parts(ROWS: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T: gl.constexpr, AT_ONCE: gl.constexpr):
+def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T, AT_ONCE):
     """What a level has of source `s`, A and B in turn, `[1, T]`."""
     layout: gl.constexpr = gl.BlockedLayout([1, T], [32, 1], [gl.num_warps(), 1], [1, 0])
     place: gl.constexpr = level % AT_ONCE
@@ -167,7 +167,7 @@ def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T: gl.constexp
 
 
 @gluon.jit
-def pairs_of(pairs_s, s: gl.constexpr, T: gl.constexpr, AT_ONCE: gl.constexpr, layout: gl.constexpr):
+def pairs_of(pairs_s, s: gl.constexpr, T, AT_ONCE, layout: gl.constexpr):
     """What `pairs_by_levels` has found of source `s` and later tokens, A and B, `[1, T]` each in `layout`."""
     nth = gl.arange(0, T, layout=gl.SliceLayout(0, layout))
     A = gl.zeros([1, T], gl.float32, layout=layout)
@@ -209,7 +209,7 @@ def load_row(row, channel, there):
 
 
 @gluon.jit
-def load_keys(state, i: gl.constexpr, read, V: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+def load_keys(state, i: gl.constexpr, read, V, K, layout: gl.constexpr):
     """The `i`-th `STEP` key channels of a state, `[V, STEP]`."""
     value = gl.arange(0, V, layout=gl.SliceLayout(1, layout))
     key = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)) + i * STEP

@@ -55,7 +55,7 @@ from .launch import TILE, bind_div8, describe, stride_div8
 
 
 @gluon.jit
-def by_rows(shared, V_FIRST: gl.constexpr):
+def by_rows(shared, V_FIRST):
     """A state as `[V, K]`."""
     if V_FIRST:
         return shared
@@ -64,7 +64,7 @@ def by_rows(shared, V_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def inner_product(h_s, grad_h_s, V_FIRST: gl.constexpr):
+def inner_product(h_s, grad_h_s, V_FIRST):
     """`sum_v S dS` of each key channel."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     product = h_s.load(layout).to(gl.float32) * grad_h_s.load(layout).to(gl.float32)

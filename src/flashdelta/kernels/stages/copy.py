@@ -27,10 +27,7 @@ AT_ONCE = 4
 
 
 @triton.jit
-def copy_tile(
-    x, rows, H, batch_stride, token_stride, head_stride, channel_stride, T,
-    K: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, BY_TOKEN: tl.constexpr,
-):  # fmt: skip
+def copy_tile(x, rows, H, batch_stride, token_stride, head_stride, channel_stride, T, K, TILE, BK, BY_TOKEN):
     """`TILE` tokens of a head."""
     tile = tl.program_id(0)
     tiles = tl.cdiv(T, TILE)

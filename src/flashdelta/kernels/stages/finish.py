@@ -44,7 +44,7 @@ def gate_sums_kernel(partial_A_log, partial_dt_bias, grad_A_log, grad_dt_bias, H
 
 
 @triton.jit
-def sum_over_chunk_slots(partials, head, chunk_slots, HV, K: tl.constexpr):
+def sum_over_chunk_slots(partials, head, chunk_slots, HV, K):
     """A head's partial sums `[S, HV, K]` over the chunk slots, in a fixed order: `[K]`."""
     ROWS: tl.constexpr = SUM_ELEMENTS // K
     total = tl.zeros([ROWS, K], tl.float32)

@@ -36,7 +36,7 @@ from .sums import sums
 
 
 @triton.jit
-def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD: tl.constexpr):
+def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD):
     """The CTA's channels, its sequence, which tile of it, and the sequence's batch row, first and past-the-last token. Tiles of
     packed sequences are chunk slots (`sequences.py: first_chunk_slot`): a tile may lie past its sequence's end."""
     blocks = tl.cdiv(D, BD)
@@ -63,7 +63,7 @@ def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD: tl.constexpr):
 
 
 @triton.jit
-def load_filters(weight, channel, D, W: tl.constexpr):
+def load_filters(weight, channel, D, W):
     """Four taps of each channel; those before the first are zeros."""
     tap = tl.arange(0, 4) - (4 - W)
     at = channel[:, None] * W + tap[None, :]
@@ -92,7 +92,7 @@ def load_input(rows, token_stride, position, inside, present):
 
 
 @triton.jit
-def load_first(rows, token_stride, count, inside, AHEAD: tl.constexpr):
+def load_first(rows, token_stride, count, inside, AHEAD):
     """The rows of the tokens that are loaded ahead of a tile's loop."""
     ahead = ()
     for i in tl.static_range(AHEAD):
@@ -101,9 +101,7 @@ def load_first(rows, token_stride, count, inside, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def load_earlier(
-    rows, token_stride, states, input_stride, past, stated, inside, W: tl.constexpr, L: tl.constexpr
-):  # fmt: skip
+def load_earlier(rows, token_stride, states, input_stride, past, stated, inside, W, L):
     """The inputs 1, 2 and 3 tokens before that of `rows` in fp32, as far as there are taps for them: the sequence's, of which
     `past` are before it, or the state's. `stated`: whether any is the state's."""
     x1 = load_input(rows, token_stride, -1, inside, past >= 1).to(tl.float32)
@@ -124,7 +122,7 @@ def load_earlier(
 
 
 @triton.jit
-def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W: tl.constexpr):
+def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W):
     """`bias + w0 x3 + w1 x2 + w2 x1 + w3 x0`. A tap that is not there leaves its input out, which may be infinite."""
     p = bias
     if W >= 4:
@@ -196,7 +194,7 @@ def convolution_kernel(
 @triton.jit
 def store_last(
     rows, token_stride, initial, final, slot, final_row, read, begin, end, channel, inside,
-    initial_slot, initial_channel, initial_input, final_slot, final_channel, final_input, L: tl.constexpr,
+    initial_slot, initial_channel, initial_input, final_slot, final_channel, final_input, L,
 ):  # fmt: skip
     """The last `L` inputs of a sequence, and of the state before it in `slot` if it is shorter, to the state after it in
     `final_row`. Both may be one: only the CTA of the first tile reads it."""
@@ -255,7 +253,7 @@ def convolution_checkpoints_kernel(
 
 
 @triton.jit
-def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W: tl.constexpr):
+def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W):
     """Of the input `W - 1` tokens back."""
     none = tl.zeros_like(p0)
     if W == 4:
@@ -268,10 +266,7 @@ def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W: tl.constexpr):
 
 
 @triton.jit
-def backward_turn(
-    first, places, memory, states, taps, carried,
-    W: tl.constexpr, L: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
+def backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, PLAIN):
     """A token of each group. `PLAIN`: `AHEAD` of them, all the groups' own, none of which meets a state: no branches, no
     selects. Returns what the next turn gets as `carried`, and the gradients of these tokens' `p`."""
     tile, length, group, steps, own, live, channels, inside = places
@@ -351,7 +346,7 @@ def backward_turn(
 
 
 @triton.jit
-def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W: tl.constexpr):
+def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W):
     """What all groups have of the filters' gradients, always added in the same order."""
     joined = tl.join(tl.join(s0, s2), tl.join(s1, s3))
     total = tl.sum(tl.reshape(joined, (s0.shape[0], s0.shape[1], 4)), axis=0)

@@ -50,13 +50,13 @@ def load_row(x, at, there):
 
 
 @triton.jit
-def load_tile(states, at, read, STREAM: tl.constexpr):
+def load_tile(states, at, read, STREAM):
     mask = everywhere(at, read)
     return tl.load(states + at, mask=mask, other=0.0, eviction_policy="evict_first" if STREAM else "")
 
 
 @triton.jit
-def store_tile(states, at, state, stored, STREAM: tl.constexpr):
+def store_tile(states, at, state, stored, STREAM):
     mask = everywhere(at, stored)
     state = state.to(states.dtype.element_ty)
     tl.store(states + at, state, mask=mask, eviction_policy="evict_first" if STREAM else "")
@@ -74,7 +74,7 @@ def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, k
 
 
 @triton.jit
-def inverse_norm(row, L2NORM: tl.constexpr):
+def inverse_norm(row, L2NORM):
     norm = 1.0
     if L2NORM:
         norm = tl.rsqrt(tl.sum(summand(row, row)) + L2_EPS)
@@ -82,7 +82,7 @@ def inverse_norm(row, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr):
+def factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM):
     """Of one token: `q`, `k` and `exp(g)` `[K]`, then `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`. A token that is not
     `there` changes no state."""
     row_q, row_k, row_g, beta = rows
@@ -96,7 +96,7 @@ def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BET
 
 
 @triton.jit
-def step(state, row_v, token, A_THREAD: tl.constexpr = CHANNELS_A_THREAD):
+def step(state, row_v, token, A_THREAD=CHANNELS_A_THREAD):
     """The state `S^T [BV, K]` after a token, the token's output and what it wrote, `u`, `[BV]`. `token`: from `factors`.
     `A_THREAD`: adjacent value channels of a thread."""
     row_q, row_k, exp_g, norm_q, norm_k, overlap, beta = token
@@ -113,7 +113,7 @@ def step(state, row_v, token, A_THREAD: tl.constexpr = CHANNELS_A_THREAD):
 
 
 @triton.jit
-def record(records, stored, slice_, key, value, token, written, K: tl.constexpr):
+def record(records, stored, slice_, key, value, token, written, K):
     """Stores what a token changed, for `commit` to replay: `k` is as it came."""
     _, row_k, exp_g, _, _, _, _ = token
     store_decay_and_key(records, key, everywhere(key, stored & (slice_ == 0)), exp_g, row_k, K)

@@ -43,10 +43,7 @@ SAFE_LEVEL = tl.constexpr(5)
 
 
 @triton.jit
-def add_pairs(
-    dq, dk_left, dk_right, dG, pairs, dAqk, dAkk, q, k, beta_k, left, right,
-    dtype: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def add_pairs(dq, dk_left, dk_right, dG, pairs, dAqk, dAkk, q, k, beta_k, left, right, dtype: tl.constexpr, PRECISION):
     """Adds, for the chosen pairs (i, j), what reaches `q_i` and `k_i` (without beta) on the left, `k_j` on the right, and `G`,
     where `exp(G_i - G_j) = left_i right_j`. Tiles of rows are `[C, BK]`, those of pairs `[C, C]`."""
     dAqk = tl.where(pairs, dAqk, 0.0).to(dtype)
@@ -70,7 +67,7 @@ def add_pairs(
 
 
 @triton.jit
-def zero_partials(partial_A_log, partial_dt_bias, chunk, K: tl.constexpr):
+def zero_partials(partial_A_log, partial_dt_bias, chunk, K):
     """For a chunk slot without a chunk: `finish` sums over all of them."""
     zeros = tl.zeros([K], tl.float32)
     if partial_A_log is not None:

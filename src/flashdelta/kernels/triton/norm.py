@@ -42,14 +42,12 @@ def row_offsets(row, T, H, batch_stride, token_stride, head_stride):
 
 
 @triton.jit
-def tile_rows(tile, ROWS: tl.constexpr):
+def tile_rows(tile, ROWS):
     return (tl.zeros([ROWS], tl.int64) + tile) * ROWS + tl.arange(0, ROWS)
 
 
 @triton.jit
-def load_tile(
-    x, tile, rows, T, H, batch_stride, token_stride, head_stride, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr
-):
+def load_tile(x, tile, rows, T, H, batch_stride, token_stride, head_stride, V, BV, ROWS):
     row = tile_rows(tile, ROWS)
     value = tl.arange(0, BV)[None, :]
     at = row_offsets(row, T, H, batch_stride, token_stride, head_stride)[:, None] + value
@@ -57,7 +55,7 @@ def load_tile(
 
 
 @triton.jit
-def gate_of(z, SIGMOID: tl.constexpr):
+def gate_of(z, SIGMOID):
     """`act(z)` and its derivative."""
     s = quick_sigmoid(z)
     if SIGMOID:

@@ -110,7 +110,7 @@ def joined(a_00, a_11, a_10):
 
 
 @triton.jit
-def corner_of_inverse(a_10, inv_00, inv_11, PRECISION: tl.constexpr):
+def corner_of_inverse(a_10, inv_00, inv_11, PRECISION):
     """Of `[[a_00, 0], [a_10, a_11]]^-1`, with `inv_00 = a_00^-1` and `inv_11 = a_11^-1`: the corner `-inv_11 a_10 inv_00`. In
     fp32: where keys repeat, terms alternate in sign and cancel."""
     zero = tl.zeros_like(a_10)
@@ -118,7 +118,7 @@ def corner_of_inverse(a_10, inv_00, inv_11, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def store_square(out, a_00, a_11, a_10, C: tl.constexpr):
+def store_square(out, a_00, a_11, a_10, C):
     """`[[a_00, 0], [a_10, a_11]] [C, C]`, of halves of a chunk; with chunks of 32 rows `a_00` alone."""
     R: tl.constexpr = a_00.shape[0]
     i = tl.arange(0, R)
@@ -132,7 +132,7 @@ def store_square(out, a_00, a_11, a_10, C: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, token, step, first_row, count, channel, IS_WHOLE: tl.constexpr):
+def rows_of(x, token, step, first_row, count, channel, IS_WHOLE):
     """A tile `[R, WIDTH]` of `x`, whose tokens are `step` apart, from row `first_row` on. Rows past the end are 0 (`IS_WHOLE`:
     there are none)."""
     at = x + (token + first_row)[:, None] * step + channel[None, :]
@@ -142,10 +142,7 @@ def rows_of(x, token, step, first_row, count, channel, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def store_weighted(
-    x, x_token, out, count, inv_00, inv_11, inv_10,
-    C: tl.constexpr, N: tl.constexpr, IS_WHOLE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def store_weighted(x, x_token, out, count, inv_00, inv_11, inv_10, C, N, IS_WHOLE, PRECISION):
     """`[[inv_00, 0], [inv_10, inv_11]] x` for `N` channels, into `out [C, N]`, which may be `x`: loads of the next slice, in
     flight by then, are of other channels."""
     R: tl.constexpr = inv_00.shape[0]

@@ -30,7 +30,7 @@ MAX_WIDTH = tl.constexpr(128)
 
 
 @triton.jit
-def add_products(kk, qk, k, q, left, right_k, right, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def add_products(kk, qk, k, q, left, right_k, right, dtype: tl.constexpr, PRECISION):
     """Adds `<k_i left_i, r_j right_j>` to `kk [32, 32]` and `<q_i left_i, r_j right_j>` to `qk`, for rows r of `right_k`."""
     r = tl.trans((right_k * right).to(dtype))
     kk = dot((k * left).to(dtype), r, kk, PRECISION)
@@ -39,7 +39,7 @@ def add_products(kk, qk, k, q, left, right_k, right, dtype: tl.constexpr, PRECIS
 
 
 @triton.jit
-def near_pairs(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def near_pairs(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION):
     """Adds the pairs in one block, with the sum `E` at the block's middle as the reference of all of them:
     `exp(G_i - G_j) = exp(G_i - E) exp(E - G_j)`, both factors at most exp(80). Pairs i < j may overflow; `lower` drops them.
     """

@@ -49,7 +49,7 @@ from ..stages.launch import (
 
 
 @triton.jit
-def regular_spans(chunk, begin, end, every, C: tl.constexpr):
+def regular_spans(chunk, begin, end, every, C):
     """How many spans the tokens `[begin, end)` have, from chunk `chunk` of their sequence on, where one starts before every
     `every` chunks."""
     stop = chunk + ((end - begin + C - 1) // C).to(tl.int32)
@@ -57,7 +57,7 @@ def regular_spans(chunk, begin, end, every, C: tl.constexpr):
 
 
 @triton.jit
-def regular_extent(chunk, start, end, every, C: tl.constexpr):
+def regular_extent(chunk, start, end, every, C):
     """`span_extent` of the span that goes on at chunk `chunk` of the sequence, which is at token `start`."""
     stop = tl.minimum(start + (every - chunk % every) * C, end)
     return stop, ((stop - start + C - 1) // C).to(tl.int32)

@@ -59,7 +59,7 @@ def dots(a, b):
 
 
 @triton.jit
-def inverse_norms(rows, L2NORM: tl.constexpr):
+def inverse_norms(rows, L2NORM):
     """`1 / |x|` of rows of q or k; 1 without `L2NORM`."""
     total = dots(rows, rows)
     norms = total * 0.0 + 1.0
@@ -77,14 +77,14 @@ def products(a, b):
 
 
 @triton.jit
-def channels(first, TILE: tl.constexpr):
+def channels(first, TILE):
     """The value channels of a tile, and which of them there are: an MMA has 16 at least."""
     inside = tl.arange(0, max(TILE, 16))
     return first + inside, inside < TILE
 
 
 @triton.jit
-def load_tile(state, first, read, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, V_FIRST: tl.constexpr):
+def load_tile(state, first, read, K, V, TILE, V_FIRST):
     """`TILE` value channels of a state, `[TILE, K]`; zeros where it is not `read`, and in what an MMA has more."""
     value, of_value = channels(first, TILE)
     key = tl.arange(0, max(K, 16))
@@ -96,14 +96,14 @@ def load_tile(state, first, read, K: tl.constexpr, V: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def by_warp(rows, SPLIT: tl.constexpr):
+def by_warp(rows, SPLIT):
     """Rows `[tokens, channels]` as `[SPLIT, tokens, channels / SPLIT]`."""
     parts = tl.reshape(rows, [rows.shape[0], SPLIT, rows.shape[1] // SPLIT])
     return tl.permute(parts, (1, 0, 2))
 
 
 @triton.jit
-def along_rows(state, rows, MMA16: tl.constexpr):
+def along_rows(state, rows, MMA16):
     """`state rows^T`, `[BV, rows]`. A bfloat16 state is one number of TF32 or bfloat16 (`MMA16`), others are two of TF32; rows
     are two of TF32, or three of bfloat16, which are all of their bits."""
     rows = tl.trans(rows)
@@ -126,7 +126,7 @@ def along_rows(state, rows, MMA16: tl.constexpr):
 
 
 @triton.jit
-def inverse(A, tokens, COUNT: tl.constexpr):
+def inverse(A, tokens, COUNT):
     """`(I + A)^-1` of a strictly lower `A [COUNT, COUNT]`, by blocks twice as large each time. Halves of it have no more than
     `tokens` rows that are not zeros, so that larger blocks of those have no corners."""
     row = tl.arange(0, COUNT)[:, None]
@@ -148,7 +148,7 @@ def not_finite(x):
 
 
 @triton.jit
-def with_corners(X, A, level: tl.constexpr, COUNT: tl.constexpr):
+def with_corners(X, A, level: tl.constexpr, COUNT):
     """The inverse of blocks of `2 << level` rows from those of their halves: `[[x, 0], [c, y]]^-1 = [[X, 0], [-Y c X, Y]]`."""
     parts = two_parts(X)
     corner = products(parts, two_parts(tl.where(pair_mask(level, COUNT), A, 0.0)))

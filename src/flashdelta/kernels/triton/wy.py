@@ -48,9 +48,7 @@ ROWS_A_THREAD = tl.constexpr(2)
 
 
 @triton.jit
-def load_decays(
-    g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr
-):
+def load_decays(g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K, GATE):
     """What `exp_g_of` and `exp_g_last_minus_g_of` start from: `high, low`, the rows' log2 decays in two parts. With a gate
     `cumulative` (`cumulative_log2`: base 2) g holds the sums `G` already: then `G` and `G_C`, that of the last row."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
@@ -64,13 +62,13 @@ def load_decays(
 
 
 @triton.jit
-def exp_of_sum(G, GATE: tl.constexpr):
+def exp_of_sum(G, GATE):
     """`exp(G)` of a sum that a gate `cumulative` or `cumulative_log2` gives."""
     return tl.exp2(G * LOG2E if GATE == "cumulative" else G)
 
 
 @triton.jit
-def exp_g_of(first, second, row, GATE: tl.constexpr):
+def exp_g_of(first, second, row, GATE):
     """`exp(G) [C, BK]` and `exp(G_C) [BK]`, from `load_decays`."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
         exp_g = exp_of_sum(first, GATE)
@@ -83,7 +81,7 @@ def exp_g_of(first, second, row, GATE: tl.constexpr):
 
 
 @triton.jit
-def exp_g_last_minus_g_of(first, second, row, GATE: tl.constexpr):
+def exp_g_last_minus_g_of(first, second, row, GATE):
     """`exp(G_C - G) [C, BK]`, from `load_decays`."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
         # of sums close to each other the difference is exact, but not once each is multiplied by log2(e)
@@ -99,10 +97,7 @@ def load_rows(x, rows, column, valid):
 
 
 @triton.jit
-def times_states(
-    x, rows, valid, states, column,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def times_states(x, rows, valid, states, column, K, V, BV, V_FIRST, PRECISION):
     """`x S^T [C, BK]`, for x `[C, V]` and a state S `[K, V]`, by slices of `BV` value channels."""
     result = tl.zeros([valid.shape[0], column.shape[0]], tl.float32)
     for t in tl.range(0, V, BV, num_stages=1):
@@ -114,7 +109,7 @@ def times_states(
 
 
 @triton.jit
-def state_overlap(h, grad_h, column, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+def state_overlap(h, grad_h, column, K, V, BV, V_FIRST):
     """`sum_v S dS' [BK]`, by slices of `BV` value channels."""
     overlap = tl.zeros([column.shape[0]], tl.float32)
     for t in tl.range(0, V, BV, num_stages=1):
@@ -125,7 +120,7 @@ def state_overlap(h, grad_h, column, K: tl.constexpr, V: tl.constexpr, BV: tl.co
 
 
 @triton.jit
-def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row, value, valid, V: tl.constexpr):
+def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row, value, valid, V):
     """The chosen channels of `v, do, v_new, dv_new`, `[C, BV]` each."""
     tile_v = load_rows(v, row[:, None] * v_token, value, valid)
     tile_o = load_rows(grad_o, row[:, None] * o_token, value, valid)
@@ -139,8 +134,7 @@ def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row
 
 @triton.jit
 def add_value_tiles(
-    acc_inv, acc_Aqk, acc_beta, tiles, tile_Akk_inv, tile_beta, grad_v, grad_Aqk, in_values, valid,
-    PRECISION: tl.constexpr,
+    acc_inv, acc_Aqk, acc_beta, tiles, tile_Akk_inv, tile_beta, grad_v, grad_Aqk, in_values, valid, PRECISION,
 ):  # fmt: skip
     """Adds the channels of `load_value_tiles` to `dAkk_inv` (without beta), `dAqk` and `dbeta`; stores `dv`."""
     tile_v, tile_grad_o, tile_v_new, tile_grad_v_new = tiles

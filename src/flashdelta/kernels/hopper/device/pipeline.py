@@ -73,7 +73,7 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(tiles_d, K: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr):
+def make_ring(tiles_d, K, STAGES, TILES):
     tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
     rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
     decay = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))

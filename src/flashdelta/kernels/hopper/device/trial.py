@@ -14,7 +14,7 @@ FORGOTTEN = gl.constexpr(2.0**-40)
 
 
 @gluon.jit
-def may_forget(decay, present, K: gl.constexpr):
+def may_forget(decay, present, K):
     """Whether a trial of the chunk with these decays is worth its time, for warps of any number: each warp asks for all K. A
     diagonal element of M is a channel's decay less what the delta rule takes. If the decay is larger than M may be, the
     rest must cancel it, which no model's does. A NaN may not forget, nor may a chunk that is not `present`."""
@@ -24,7 +24,7 @@ def may_forget(decay, present, K: gl.constexpr):
 
 
 @gluon.jit
-def trial(ring, s, K: gl.constexpr, KG: gl.constexpr, INVERSE: gl.constexpr):
+def trial(ring, s, K, KG, INVERSE):
     """The chunk in stage `s` as an affine map `S' = M S + b`: b by halves of the key channels, and whether the chunk forgets S,
     as M is next to nothing. `KG`, `INVERSE`: where these tiles lie in a stage; -w is the first. The norm of M counts, not the
     decays: what the delta rule moves from one channel to another may decay less than either.
