@@ -108,13 +108,8 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
     config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, groups=4)
     monkeypatch.setattr(triton_convolution, "convolution_config", lambda *given, **options: config)
     monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
-    launched, constants = [], triton_convolution.constants
-
-    def noted(*given: object, **options: object) -> dict[str, object]:
-        launched.append(options)
-        return constants(*given, **options)
-
-    monkeypatch.setattr(triton_convolution, "constants", noted)
+    launched, bind = [], triton_convolution.bind
+    monkeypatch.setattr(triton_convolution, "bind", lambda *given: launched.append(given[-1]) or bind(*given))
     call = make_convolution(case)
     check_gradients(convolution, call)
     assert {x["EXCHANGE"] for x in launched if "EXCHANGE" in x} == {case.name.startswith("exchanged")}
