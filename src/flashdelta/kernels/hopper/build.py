@@ -59,7 +59,7 @@ and 369 us instead of 199, 343 and 510 (benchmarks/results/tuning/half_steps-h20
 
 
 def in_steps(problem: Problem, transitions_at_once: int) -> bool:
-    """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`). `transitions_at_once`: `room` of a
+    """Says whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`). `transitions_at_once`: `room` of a
     call that may be split.
 
     Neither lengths nor sequences count: the bits of a sequence are its own. So a call with K = 128 that would be split if

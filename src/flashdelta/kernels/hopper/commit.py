@@ -56,7 +56,7 @@ def swap_pairs(x, first: gl.constexpr, second: gl.constexpr):
 
 @gluon.jit
 def load_slices(x, offsets, next_: gl.constexpr, SLICES, mask=None, other=None):
-    """Of each slice what lies at the offsets, `next_` elements on from the slice before."""
+    """Loads what lies at the offsets of each slice, `next_` elements on from the slice before."""
     first = gl.load(x + offsets, mask=mask, other=other)
     if SLICES == 1:
         return (first,)
@@ -66,7 +66,7 @@ def load_slices(x, offsets, next_: gl.constexpr, SLICES, mask=None, other=None):
 
 @gluon.jit
 def load_states(states, at, next_: gl.constexpr, SLICES, mask=None):
-    """Of each slice, packed."""
+    """Loads the states of each slice, packed."""
     loaded = load_slices(states, at, next_, SLICES, mask=mask)
     if SLICES == 1:
         return (packed(loaded[0]),)
@@ -97,7 +97,7 @@ def unpacked(x, layout: gl.constexpr):
 def load_records(
     record, count, tokens, there, of_u, row_step, K, SLICES, TOKENS, row_l: gl.constexpr, left_l: gl.constexpr,
 ):  # fmt: skip
-    """Of the accepted tokens from the last one on: `k` and the decays that what is before them goes through, `[TOKENS, K]`; the
+    """Loads accepted tokens from the last one on: `k` and the decays that what is before them goes through, `[TOKENS, K]`; the
     first token's decay; and channels `of_u` of each slice of `u`, twice. What a token adds decays by those before it in this
     order."""
     last = gl.where(there, gl.minimum(count, tokens), 0)
@@ -117,7 +117,8 @@ def load_records(
 
 @gluon.jit
 def load_first(record, count, tokens, there, of_u, row_step, K, SLICES, TOKENS, key_l: gl.constexpr):
-    """Of the first of more than `TOKENS` accepted tokens: `k`, the second token's decay, and `u`. Zeros and ones of fewer."""
+    """Loads the first of more than `TOKENS` accepted tokens: `k`, the second token's decay, and `u`. Zeros and ones of
+    fewer."""
     more = there & (gl.minimum(count, tokens) > TOKENS)
     key = gl.arange(0, K, layout=key_l)
     k = gl.load(record + K + key, mask=everywhere(key, more), other=0.0)
@@ -227,7 +228,7 @@ SLICES_AT_ONCE = 4
 
 
 def slices_a_cta(problem: Problem, sms: int) -> int:
-    """Of float32 states, and of bfloat16 ones beside 17 tokens, registers hold one slice."""
+    """Counts the slices of a CTA. Registers hold one of float32 states, and of bfloat16 ones beside 17 tokens."""
     slices = problem.V // BV.value
     many = problem.N * problem.HV * slices > SLICES_AT_ONCE * sms
     fits = problem.state_dtype == torch.bfloat16 and problem.most_tokens <= 16

@@ -35,7 +35,7 @@ ROWS = gl.constexpr(32)
 """Value channels of a state that are copied and updated at a time."""
 
 SHARED_BYTES = 228 * 1024
-"""Of an SM. A CTA takes a kilobyte of it beyond its own."""
+"""Shared memory of an SM. A CTA takes a kilobyte of it beyond its own."""
 
 
 @gluon.jit
@@ -81,8 +81,8 @@ def roll(window, kept, x, channel, place_stride, live):
 
 @gluon.jit
 def rows_of(v, weight, weight_channel, weight_tap, bias, value_channels, g, beta, z, A_log, dt_bias, head, K, W):
-    """Of a value head what lies in no slot: input and filter of `v`, the gate's input, bias and rate, write strength, output
-    gate. As it lies in memory: what is worked out here would wait for memory ahead of the loads that follow."""
+    """Loads what lies in no slot, of a value head: input and filter of `v`, the gate's input, bias and rate, write strength,
+    output gate. As it lies in memory: what is worked out here would wait for memory ahead of the loads that follow."""
     channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     of_v = head.to(gl.int32) * K + channel
     row_bias = 0.0

@@ -71,7 +71,7 @@ def store_pairs_by_distance(near_s, far_s):
 
 @gluon.jit
 def level_pairs(level_s, matrix_s, level):
-    """Of a matrix the pairs (i, j) of one block of `2 << level` rows with i in its second half and j in its first."""
+    """Pairs (i, j) of a matrix in one block of `2 << level` rows with i in its second half and j in its first."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     row, column = row_column(C, C, copy_l)
     i = row >> level

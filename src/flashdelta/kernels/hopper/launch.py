@@ -1,4 +1,4 @@
-"""What the launchers of all stages share: the call's inputs as kernels read them, the workspace, tensor descriptors."""
+"""Helpers of all launchers: the call's inputs as kernels read them, the workspace, tensor descriptors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED_MEMORY = 232_448
 """Bytes a CTA may use."""
 
 MOST_CTAS = 144
-"""Of `recurrence`: no Hopper GPU has more SMs."""
+"""Most CTAs of `recurrence`: no Hopper GPU has more SMs."""
 
 
 FLAGS = 256
@@ -32,8 +32,8 @@ FLAGS = 256
 
 
 def layout(problem: Problem) -> Layout:
-    """What `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and head) and
-    `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
+    """Layout of what `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and
+    head) and `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
     stored theirs."""
     chunks = problem.B * problem.slots * problem.HV
     # a tensor descriptor must have a row, even if there is no chunk to fetch
@@ -47,8 +47,8 @@ def layout(problem: Problem) -> Layout:
 
 
 def steps_layout(problem: Problem) -> Layout:
-    """What `prepare_steps` leaves for `recurrence`: `tiles` (-w, qa and kb by halves of K, inverse beside Aqk of each chunk and
-    head) and `decay`, four of a channel; the rest as in `layout`."""
+    """Layout of what `prepare_steps` leaves for `recurrence`: `tiles` (-w, qa and kb by halves of K, inverse beside Aqk of each
+    chunk and head) and `decay`, four of a channel; the rest as in `layout`."""
     chunks = problem.B * problem.slots * problem.HV
     rows = max(chunks * (3 * (problem.K // TILE) + 1), 1) * TILE
     own = {"tiles": ((rows, TILE), torch.bfloat16), "decay": ((chunks * 4 * problem.K,), torch.float32)}
@@ -56,7 +56,7 @@ def steps_layout(problem: Problem) -> Layout:
 
 
 def work_tiles(problem: Problem) -> int:
-    """Of `recurrence`: sequences, value heads and slices of 64 value channels."""
+    """Counts the work tiles of `recurrence`: sequences, value heads and slices of 64 value channels."""
     return problem.N * problem.HV * (problem.V // TILE)
 
 
@@ -65,13 +65,13 @@ FAR = 2**31
 
 
 def near(x: torch.Tensor, unit: int) -> bool:
-    """Whether strides fit, in multiples of `unit` elements."""
+    """Says whether strides fit, in multiples of `unit` elements."""
     return all(n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride()))
 
 
 def aligned(x: torch.Tensor, unit: int = 8) -> bool:
-    """Whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in most
-    kernels."""
+    """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
+    most kernels."""
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1]) and near(x, 8)
 
 
@@ -92,7 +92,7 @@ def prepare_wy_inputs(t: Tensors) -> Inputs:
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:
-    """Of the workspace's."""
+    """A descriptor of the workspace's tiles."""
     return describe(x, (TILE, TILE))
 
 
@@ -126,7 +126,7 @@ def ctas(slices: int, device: torch.device) -> int:
 
 
 def overlaps_prepare(call: portable.StageCall) -> bool:
-    """Whether `recurrence` starts while `prepare` ends: where its work tiles take a quarter of the SMs at most. With more,
+    """Says whether `recurrence` starts while `prepare` ends: where its work tiles take a quarter of the SMs at most. With more,
     slices of a head would land where room is, and not on two SMs that share what they fetch: that costs more than it brings."""
     problem = call.problem
     follows = problem.ranks == 1 and not call.may_split

@@ -66,8 +66,9 @@ from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, row_
 
 @gluon.constexpr_function
 def part_layout(KH: int) -> gl.BlockedLayout:
-    """Of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 a warp has a
-    step of a half of the channels, and a part is half of each step; with K = 64 a warp has half a step, a part all rows."""
+    """The layout of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 a
+    warp has a step of a half of the channels, and a part is half of each step; with K = 64 a warp has half a step, a part all
+    rows."""
     return gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [KH, 2, 2 // KH, 1, 1], [4, 3, 2, 1, 0])
 
 
@@ -87,14 +88,14 @@ STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
 @gluon.jit
 def part(shared, i: gl.constexpr):
-    """Of a chunk with K = 128 the rows before the references, or from them on; with K = 64 all rows."""
+    """The rows before the references of a chunk with K = 128, or from them on; with K = 64 all rows."""
     KH: gl.constexpr = shared.shape[0] // 64
     return shared.reshape([KH, 2, 2, 16, 64]).slice(i * (2 // KH), 2 // KH, 2)
 
 
 @gluon.jit
 def row_values(shared, i: gl.constexpr, KH):
-    """Of the rows of a part."""
+    """Values of the rows of a part."""
     rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH)))
     return shared.reshape([2, 2, 16]).slice(i * (2 // KH), 2 // KH, 1).load(rows_l)[None, :, :, :, None]
 
@@ -123,8 +124,8 @@ def unbounded_gate(x, bias, GATE, FINITE):
 
 @gluon.jit
 def may_fit(bias_s, rate):
-    """Whether 16 rows with 0 as the gate's input decay by no more than exp(-80) in every channel; where not, hardly a chunk
-    fits. `bias_s [K]`: in log2."""
+    """Says whether 16 rows with 0 as the gate's input decay by no more than exp(-80) in every channel; where not, hardly a
+    chunk fits. `bias_s [K]`: in log2."""
     biases = bias_s.reshape([32, bias_s.shape[0] // 32]).load(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
     # where rate * log2(1 + exp2(bias)) is a sixteenth of the bound
     limit = log2(exp2((LOWEST_HALF / -16) / rate) - 1.0)

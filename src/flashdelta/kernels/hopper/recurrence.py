@@ -50,7 +50,7 @@ from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_befor
 from .launch import TILE, bind_div8, ctas, overlaps_prepare, stages, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
-"""What the loader says of a chunk where checkpoints cut sequences: its first token, its tokens, the slot for the
+"""A chunk as the loader describes it where checkpoints cut sequences: its first token, its tokens, the slot for the
 state after it, the next span if that ends there, too (both -1 for none), and the work tile's chunks."""
 FIELDS = gl.constexpr(8)
 
@@ -71,7 +71,7 @@ def described(info, stage, field: gl.constexpr):
 
 @gluon.jit
 def chunk_of(info, stage):
-    """What `describe` said of the chunk: its first token, its tokens, and where the state after it goes."""
+    """The chunk as `describe` found it: its first token, its tokens, and where the state after it goes."""
     token, count = described(info, stage, TOKEN), described(info, stage, COUNT)
     return token, count, described(info, stage, SLOT), described(info, stage, SPAN)
 
@@ -213,7 +213,7 @@ def store_inside(row, value, key, iteration, state0, state1, K, V, V_FIRST, STEP
 
 @gluon.jit
 def span_checkpoint(scheduler, tile, span, stop, target):
-    """Of a span that ends at token `stop`: the slot for the state there, and the next span if that ends there, too; -1 for
+    """The slot for the state where a span ends, at token `stop`, and the next span if that ends there, too; -1 for
     none. A sequence's last span ends with the final state."""
     indices, _, _, lowest, most = target
     slot, stored = checkpoint_slot(
@@ -292,7 +292,7 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
     # which 0 keeps the last state's offsets apart from the first's. In two cases one of the compilers would spill with
     # `hidden_zero`; in the backward pass of a split 3.9 with two counts instead of their sum, in stream-K 3.6 with the sum
     SUM: gl.constexpr = v_new is not None and scheduler.first_segment is not None
-    ZERO: gl.constexpr = "two counts" if scheduler.tile_range is not None else "their sum" if SUM else "hidden"
+    ADDRESS_BARRIER: gl.constexpr = "counts" if scheduler.tile_range is not None else "count_sum" if SUM else "hidden"
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
@@ -326,7 +326,7 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
             total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
-        hidden = hidden_zero(iteration) if ZERO == "hidden" else 0
+        hidden = hidden_zero(iteration) if ADDRESS_BARRIER == "hidden" else 0
         at = own * state_pitch + state_offsets(head * K * V, value + hidden, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
@@ -347,7 +347,7 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
             if total > 0:
                 total = described(info, ring.wait(iteration), CHUNKS)
         first = iteration
-        if ZERO == "their sum":
+        if ADDRESS_BARRIER == "count_sum":
             past = iteration + total
         if total > 0:
             done = zero.to(gl.bfloat16)
@@ -433,7 +433,7 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
                         done_token, done_count, wanted, further = chunk_of(info, s)
                     # the last chunk loads its own v again, which nobody uses
                     iteration += 1
-                    last = past - 1 if ZERO == "their sum" else first + total - 1
+                    last = past - 1 if ADDRESS_BARRIER == "count_sum" else first + total - 1
                     ahead = ring.wait(gl.minimum(iteration, last))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
                     if not OUTPUT:
@@ -459,10 +459,10 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
             if OUTPUT:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now
-        if ZERO == "hidden":
+        if ADDRESS_BARRIER == "hidden":
             nothing = hidden_zero(iteration)
         else:
-            nothing = (iteration - past if ZERO == "their sum" else iteration - first - total) * 16
+            nothing = (iteration - past if ADDRESS_BARRIER == "count_sum" else iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
@@ -547,9 +547,9 @@ MOST_WAVES = 10
 
 
 def stream_k_pays(problem: Problem, ctas: int) -> bool:
-    """Whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the last
-    wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and leaves less
-    to work out at each change of tile."""
+    """Says whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the
+    last wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and leaves
+    less to work out at each change of tile."""
     waves, last = work_tiles(problem) / ctas, problem.HV * (problem.V // TILE) / ctas
     return 1 < waves < MOST_WAVES and any(n > 1 and n < FULL_WAVE * math.ceil(n) for n in (waves, last))
 

@@ -53,7 +53,7 @@ def wanted_chunks(tile, offsets):
 
 @gluon.jit
 def own_offsets(n, head, HV, value, key, iteration, K, V, V_FIRST):
-    """Of the elements of state `n` of a head, worked out anew."""
+    """Offsets of the elements of state `n` of a head, worked out anew."""
     first = (n.to(gl.int64) * HV + head) * (K * V)
     return state_offsets(first, value + hidden_zero(iteration), key, K, V, V_FIRST)
 

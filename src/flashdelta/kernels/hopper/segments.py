@@ -100,8 +100,8 @@ def transition(scheduler, border, k, K):
 
 @gluon.jit
 def is_tried(decay, scheduler, tile, chunks, K):
-    """Whether the last chunk of the transition is tried first. Loader and consumer each ask, and get the same answer: neither
-    waits for the other where nothing is tried."""
+    """Says whether the last chunk of the transition is tried first. Loader and consumer each ask, and get the same answer:
+    neither waits for the other where nothing is tried."""
     last = (tile.slot + chunks - 1).to(gl.int32) * scheduler.HV + tile.head
     return may_forget(decay + last * K, chunks > 0, K)
 
@@ -392,8 +392,8 @@ def room(problem: Problem, device: torch.device) -> int:
 
 
 def split_layout(problem: Problem, device: torch.device) -> Layout:
-    """What the stages of a split leave for each other, if sequences may be split. `forgets`: which segments, by their last
-    chunk, forget all before them."""
+    """Layout of what the stages of a split leave for each other, if sequences may be split. `forgets`: which segments, by their
+    last chunk, forget all before them."""
     found = segment_layout(problem, segments_of_call(problem, room(problem, device), SPLIT_COSTS))
     if found and may_try(problem):
         return {**found, "forgets": (found["starts"][0][:2], torch.int32)}
@@ -412,7 +412,7 @@ def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
 
 
 def outgoing(call: StageCall, packet: Tensor, steps: bool = False) -> Launch:
-    """Of the sequences that go on to the next rank (`stages/merge.py`). `steps`: after `prepare_steps`."""
+    """Transitions of the sequences that go on to the next rank (`stages/merge.py`). `steps`: after `prepare_steps`."""
     where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], forgets=None, first_segment=None)
     launch = _transitions(call, where, None, steps)
     return replace(launch, scratch=(*call.buffers, packet))
@@ -437,5 +437,5 @@ def _transitions(call: StageCall, where: dict[str, Any], final_state: Tensor | N
 
 
 def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
-    """What finds the states before the segments. `prepare` forms the plan."""
+    """Finds the states before the segments. `prepare` forms the plan."""
     return [transitions(call, final_state), compose(call, final_state)] if call.forms_segments else []

@@ -62,7 +62,8 @@ def rows_of(a, b):
 
 @gluon.jit
 def load_parts(rows_s, i: gl.constexpr, transposed: gl.constexpr, layout: gl.constexpr):
-    """Of rows whose parts are `rows_s`, both parts of the `i`-th `STEP` key channels: `[rows, STEP]`, or `[STEP, rows]`."""
+    """Loads, of rows whose parts are `rows_s`, both parts of the `i`-th `STEP` key channels: `[rows, STEP]`, or `[STEP,
+    rows]`."""
     high, low = rows_s[0].slice(i * STEP, STEP, dim=1), rows_s[1].slice(i * STEP, STEP, dim=1)
     if transposed:
         high, low = high.permute((1, 0)), low.permute((1, 0))
@@ -71,7 +72,7 @@ def load_parts(rows_s, i: gl.constexpr, transposed: gl.constexpr, layout: gl.con
 
 @gluon.jit
 def halves(x, layout: gl.constexpr):
-    """Of `[rows, 2 T]` what belongs to rows of k and of q, `[rows, T]`, in `layout`; no data moves between threads."""
+    """Halves of `[rows, 2 T]`: what belongs to rows of k and of q, `[rows, T]`, in `layout`; no data moves between threads."""
     a, b = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
     return gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True)
 
@@ -83,7 +84,7 @@ def levels_of(T):
 
 @gluon.jit
 def halves_of_blocks(x, level: gl.constexpr):
-    """Of blocks of `2 << level` rows the first and the second halves, `[T / 2, K]` each."""
+    """Halves of blocks of `2 << level` rows: the first and the second halves, `[T / 2, K]` each."""
     T: gl.constexpr = x.shape[0]
     K: gl.constexpr = x.shape[1]
     a, b = gl.split(x.reshape([T >> (level + 1), 2, 1 << level, K]).permute((0, 2, 3, 1)))
@@ -159,7 +160,7 @@ def allocate_parts(ROWS, K, layout: gl.constexpr):
 
 @gluon.jit
 def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T, AT_ONCE):
-    """What a level has of source `s`, A and B in turn, `[1, T]`."""
+    """Pairs that a level has of source `s`, A and B in turn, `[1, T]`."""
     layout: gl.constexpr = gl.BlockedLayout([1, T], [32, 1], [gl.num_warps(), 1], [1, 0])
     place: gl.constexpr = level % AT_ONCE
     row: gl.constexpr = level // AT_ONCE * 16 + place * (T // 2) + ((s >> (level + 1)) << level) + s % (1 << level)
@@ -168,7 +169,7 @@ def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T, AT_ONCE):
 
 @gluon.jit
 def pairs_of(pairs_s, s: gl.constexpr, T, AT_ONCE, layout: gl.constexpr):
-    """What `pairs_by_levels` has found of source `s` and later tokens, A and B, `[1, T]` each in `layout`."""
+    """Pairs that `pairs_by_levels` has found of source `s` and later tokens, A and B, `[1, T]` each in `layout`."""
     nth = gl.arange(0, T, layout=gl.SliceLayout(0, layout))
     A = gl.zeros([1, T], gl.float32, layout=layout)
     B = A
@@ -466,8 +467,8 @@ def verify_kernel(
 
 
 def max_registers(problem: Problem, tokens: int, sms: int) -> int | None:
-    """Of a thread. 168 up to 8 tokens: three CTAs of four warps fit on an SM. Of 4 tokens and a bfloat16 state 128, and four
-    CTAs, where an SM gets two or four.
+    """Registers of a thread. 168 up to 8 tokens: three CTAs of four warps fit on an SM. Of 4 tokens and a bfloat16 state 128,
+    and four CTAs, where an SM gets two or four.
 
     The next launch's CTAs come to an SM as soon as there is room, wherever that is. An SM has its share of them and no more
     where what fits is a multiple of the share; and of two CTAs' successors both are there before the wait, if four fit.

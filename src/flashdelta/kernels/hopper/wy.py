@@ -407,7 +407,7 @@ def _wy(problem: Problem, x: WyOperands, own: dict[str, Any], persistent: bool =
 
 
 def strides_of(x: WyOperands) -> dict[str, int]:
-    """Of the rows, under the kernel's names, also where tensor descriptors take the tensors' places."""
+    """Strides of the rows, under the kernel's names, also where tensor descriptors take the tensors' places."""
     rows = dict(q=x.q, k=x.k, g=x.g, v=x.v, o=x.do, beta=x.beta)
     return {f"{name}_{axis}": stride_div8(name, y, i) for name, y in rows.items() for axis, i in AXES.items()}
 
@@ -419,12 +419,12 @@ def described(x: WyOperands) -> WyOperands:
 
 
 def by_token(x: torch.Tensor) -> TensorDescriptor:
-    """Of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
+    """A descriptor of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
     return describe(x, (1, TILE, 1, x.shape[-1]))
 
 
 def by_state(x: torch.Tensor) -> TensorDescriptor:
-    """Of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
+    """A descriptor of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
     return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
 
 

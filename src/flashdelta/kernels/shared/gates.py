@@ -37,7 +37,7 @@ def decay_rate(A_log, head, volatile: tl.constexpr = False):
 
 @triton.jit
 def head_bias(dt_bias, head, key, K):
-    """What the gate's input of a value head has added, at its key channels `key`."""
+    """The bias that is added to the gate's input of a value head, at its key channels `key`."""
     bias = (key * 0).to(tl.float32)
     if dt_bias is not None:
         bias = tl.load(dt_bias + head * K + key).to(tl.float32)
@@ -106,4 +106,4 @@ def beta_gradient(x, grad, BETA):
 
 
 AHEAD = tl.constexpr(2.0**60)
-"""What decayed rows are multiplied by, to be within float32 as their inverses are: 17 tokens of `exp(-5)` are 2^-123."""
+"""Factor of decayed rows, for them to be within float32 as their inverses are: 17 tokens of `exp(-5)` are 2^-123."""

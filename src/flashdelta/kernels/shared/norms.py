@@ -20,7 +20,7 @@ def inverse_norm(x, rows, valid, K, BK, COUNT):
 
 @triton.jit
 def row_norms(x, tokens, valid, C, K, BK, L2NORM):
-    """What a chunk's rows are multiplied by, `[C]`: `inverse_norm`, or 1 without `L2NORM`."""
+    """Factors of a chunk's rows, `[C]`: `inverse_norm`, or 1 without `L2NORM`."""
     norm = tl.full([C], 1.0, tl.float32)
     if L2NORM:
         norm = inverse_norm(x, tokens, valid[:, None], K, BK, C)

@@ -41,8 +41,8 @@ def span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C, BLOCK):
 
 @triton.jit
 def segment_of(segment, first_segment, N, skipped=0):
-    """Of segment `segment` of all: its sequence, `part`, `parts`, and whether there is such a segment. The last `skipped`
-    segments of each sequence do not count."""
+    """Place of segment `segment` among all: its sequence, `part`, `parts`, and whether there is such a segment. The last
+    `skipped` segments of each sequence do not count."""
     n = segment * 0
     high = n + N - 1
     while n < high:
@@ -100,8 +100,8 @@ def chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C):
 
 @triton.jit
 def states_fit(total, cu_seqlens, spans, N, T, C):
-    """Whether `T` tokens can hold `total` chunks. Falling offsets claim more of them than that. As the states between segments
-    have room for `split.py: most_segments` alone, a batch with such offsets stays whole."""
+    """Says whether `T` tokens can hold `total` chunks. Falling offsets claim more of them than that. As the states between
+    segments have room for `split.py: most_segments` alone, a batch with such offsets stays whole."""
     if cu_seqlens is None:
         return True
     return total <= T // C + N * spans

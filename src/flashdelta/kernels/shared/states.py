@@ -136,7 +136,7 @@ def target_slot(targets, i, own, lowest, slots):
 
 @triton.jit
 def slot_and_row(slot_indices, row_indices, n, lowest, slots, rows):
-    """Of sequence `n`: its slot of the pool, its row of the buffer, and whether there are both."""
+    """The slot of sequence `n` in the pool, its row of the buffer, and whether there are both."""
     slot, named = named_slot(slot_indices, n, lowest, slots)
     row = slot
     exists = slot < rows

@@ -28,7 +28,7 @@ from .wy import Parts, WyOperands
 
 @dataclass(frozen=True)
 class Kept:
-    """What the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
+    """Tensors that the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
     dtype `Akk_inv` (`StageSet.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
     also what they told each other, `packets` (`merge.py`). `unsplit`: ignore segments; scan this rank's tokens as one."""
 
@@ -41,17 +41,17 @@ class Kept:
 
     @property
     def beside(self) -> tuple[Tensor, ...]:
-        """The workspace."""
+        """Scratch that is not in the workspace."""
         return self.Akk_inv, self.h, self.v_new
 
     @property
     def split(self) -> bool:
-        """Whether sequences may be."""
+        """Whether the scan goes by segments of sequences."""
         return not self.unsplit and self.workspace.get("starts") is not None
 
     def segments(self, scanned: Scanned | None) -> list[Tensor | None]:
-        """Of split sequences, for `reverse`: the first segment of each, where offsets go (without `scanned`), and the gradients
-        of the states after segments."""
+        """Tensors of split sequences, for `reverse`: the first segment of each, where offsets go (without `scanned`), and the
+        gradients of the states after segments."""
         if not self.split:
             return [None, None, None]
         first_segment, offsets, ends = self.workspace.select("first_segment", "offsets", "starts")
@@ -60,7 +60,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Scanned:
-    """What `reverse` leaves: gradients of the states after each chunk and of `v_new`, `dh` and `dv`, as `h` and
+    """Results of `reverse`: gradients of the states after each chunk and of `v_new`, `dh` and `dv`, as `h` and
     `v_new`."""
 
     dh: Tensor
@@ -116,7 +116,7 @@ class StageSet:
         return [prepared, *carried, *split, self.recurrence(call, o, final_state, kept.h, kept.v_new), *told]
 
     def kept(self, tensors: Mapping[str, Tensor] | None = None) -> Kept:
-        """What the forward kept by name; without, room for it."""
+        """Takes what the forward kept, by name; without it, makes room for it."""
         problem, device = self.problem, self.t.device
         if tensors is not None:
             workspace = Workspace(self.layout, tensors["workspace"])
@@ -135,7 +135,7 @@ class StageSet:
 
     @functools.cached_property
     def segments(self) -> dict[str, Tensor]:
-        """What the forward left of a split, by name."""
+        """Tensors of a split that the forward left, by name."""
         return found_segments(self.t, self.layout)
 
 
@@ -227,7 +227,7 @@ def gradients_of_ranks(
 
 
 def gradients_of_segments(stages: StageSet, kept: Kept, dht: Tensor | None) -> Iterator[Launch]:
-    """What leaves the gradients of the states after segments, in the place of the forward's states before them, which nobody
+    """Finds the gradients of the states after segments, in the place of the forward's states before them, which nobody
     needs any more, or which lie elsewhere (`found_segments`). The transitions are the forward's."""
     problem, t = stages.problem, stages.t
     yield stages.reverse(problem, t, stages.arch, kept, None, dht, None, None)
@@ -244,7 +244,7 @@ def reverse_arguments(
     dh0: Tensor | None,
     packet: Tensor | None,
 ) -> dict[str, Any]:
-    """What the kernels of stage `reverse` take under other names than the call's."""
+    """Arguments that the kernels of stage `reverse` take under other names than the call's."""
     final, initial = or_empty(problem, t, dht, dh0)
     segments = dict(zip(("first_segment", "offsets", "ends"), kept.segments(scanned)))
     grad_v_new, grad_h = (None, None) if scanned is None else (scanned.dv, scanned.dh)

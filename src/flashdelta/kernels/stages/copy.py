@@ -20,7 +20,7 @@ from ...program.launch import Launch
 from ...program.workspace import new
 
 TOKENS, CHANNELS = 64, 128
-"""Of a tile, at most."""
+"""Most tokens and channels of a tile."""
 
 AT_ONCE = 4
 """Tensors of a launch."""
@@ -74,7 +74,7 @@ def copy_kernel(
 
 
 def copy(tensors: Sequence[Tensor]) -> Launch:
-    """Of tensors `[B, T, H, K]` that differ in their heads and strides; its scratch are the copies."""
+    """Copies tensors `[B, T, H, K]` that differ in their heads and strides; its scratch are the copies."""
     B, T, _, K = tensors[0].shape
     rows = tuple(new(x.shape, x.dtype, x.device) for x in tensors)
     each = [(x, to, x.shape[2], *x.stride()) for x, to in zip(tensors, rows)]

@@ -14,7 +14,7 @@ DECODE_FEW = 256
 
 
 def step_arguments(problem: Problem, t: Tensors, states: DecodeStates, o: Tensor) -> dict[str, object]:
-    """What every kernel over tokens of a pool's sequences takes under other names than the call's."""
+    """Arguments that every kernel over tokens of a pool's sequences takes under other names than the call's."""
     gives_zero = problem.operation == "decode" and states.starts is not None
     return dict(o=o, accepted=t.num_accepted_tokens, NULL_GIVES_ZERO=gives_zero, **states.arguments(problem))
 
@@ -73,7 +73,7 @@ def index_strides(indices: Tensor | None) -> tuple[int, int]:
 
 
 def commit_arguments(problem: Problem, t: Tensors) -> dict[str, object]:
-    """What the kernels of stage `commit` take under other names than the call's."""
+    """Arguments that the kernels of stage `commit` take under other names than the call's."""
     assert t.state_pool is not None and t.intermediate_states is not None
     row_pitch, row_step = t.intermediate_states.stride()[:2]
     return dict(

@@ -98,7 +98,7 @@ def finish_kernel(
 
 @dataclass(frozen=True)
 class ByHead:
-    """What `intra` leaves: gradients of the call's inputs by value head, dense, those of shared heads in float32; of the gate's
+    """Results of `intra`: gradients of the call's inputs by value head, dense, those of shared heads in float32; of the gate's
     parameters the parts of all chunk slots, `[S, HV, K]`, if the call has them."""
 
     q: Tensor

@@ -9,7 +9,7 @@ from .decode import index_strides
 
 
 def fused_arguments(problem: Problem, t: Tensors, o: Tensor) -> dict[str, object]:
-    """What the kernels take under other names than the call's."""
+    """Arguments that the kernels take under other names than the call's."""
     assert t.state_pool is not None and t.state_indices is not None
     stored, targets = t.state_pool, t.state_indices
     if t.intermediate_states is not None:

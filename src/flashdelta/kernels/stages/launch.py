@@ -1,4 +1,4 @@
-"""What the launchers of all stages share: the call's inputs as kernels read them, the workspace, limits of GPUs."""
+"""Helpers of all launchers: the call's inputs as kernels read them, the workspace, limits of GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .copy import Inputs, laid_out, read
 
 @dataclass(frozen=True)
 class StageCall:
-    """What every stage of a call needs. `t`: as the kernels read them. `arch`: the GPU's compute capability, e.g. 90."""
+    """A call as every stage needs it. `t`: as the kernels read them. `arch`: the GPU's compute capability, e.g. 90."""
 
     problem: Problem
     t: Tensors
@@ -149,7 +149,8 @@ def has_rows(x: Tensor) -> bool:
 
 
 def segment_layout(problem: Problem, segments: int) -> Layout:
-    """What the stages of a split leave for each other (`segments.py`), with up to `segments` of them; nothing without."""
+    """Layout of what the stages of a split leave for each other (`segments.py`), with up to `segments` of them; nothing
+    without."""
     if segments == 0:
         return {}
     rows = {"transitions": problem.K, "offsets": problem.V, "starts": problem.V}
@@ -158,7 +159,8 @@ def segment_layout(problem: Problem, segments: int) -> Layout:
 
 
 def layout(problem: Problem, segments: int = 0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What `prepare` leaves for `recurrence`, for `S = B * slots` chunk slots, and what a split keeps, if there is one."""
+    """Layout of what `prepare` leaves for `recurrence`, for `S = B * slots` chunk slots, and what a split keeps, if there is
+    one."""
     S, HV, C, K = problem.B * problem.slots, problem.HV, problem.chunk_size, problem.K
     operand, square = ((S, HV, C, K), problem.dtype), ((S, HV, C, C), problem.dtype)
     tiles = {"w": operand, "qg": operand, "kg": operand, "Akk_inv": square, "Aqk": square}
@@ -174,7 +176,7 @@ def chunks(problem: Problem) -> int:
 
 
 def precision(problem: Problem) -> str:
-    """Of products whose operands are float32 in the kernel."""
+    """The precision of products whose operands are float32 in the kernel."""
     return problem.precision if problem.operation == "prefill" else dot_precision(problem.dtype)
 
 
@@ -221,16 +223,16 @@ SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_44
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Of products whose operands are float32 in the kernel. tf32x3 carries 21 mantissa bits or more."""
+    """The precision of products whose operands are float32 in the kernel. tf32x3 carries 21 mantissa bits or more."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def backward_precision(problem: Problem, capability: int) -> str:
-    """Of `wy` and `intra`. In float32 on Hopper without tensor cores: Triton 3.6 makes wrong wgmma of tf32 operands that lie by
-    columns, and code that reads out of bounds."""
+    """The precision of products in `wy` and `intra`. In float32 on Hopper without tensor cores: Triton 3.6 makes wrong wgmma of
+    tf32 operands that lie by columns, and code that reads out of bounds."""
     return "ieee" if problem.dtype == torch.float32 and capability == 90 else dot_precision(problem.dtype)
 
 
 def safe_blocks(problem: Problem) -> bool:
-    """Whether blocks of 32 rows may use one reference: `exp(80)` must be finite in the operand dtype."""
+    """Says whether blocks of 32 rows may use one reference: `exp(80)` must be finite in the operand dtype."""
     return problem.safe_gate and problem.dtype != torch.float16

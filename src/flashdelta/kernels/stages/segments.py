@@ -22,7 +22,7 @@ from ..shared.states import load_state, sequence_slot, state_offsets
 from .launch import SHARED_MEMORY, StageCall, bind, state_arguments
 
 MOST_SEGMENTS = tl.constexpr(128)
-"""Of a planned sequence, or more."""
+"""Segments of a planned sequence, or more."""
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -150,7 +150,7 @@ def transition_arguments(t: Tensors, where: dict[str, Any]) -> dict[str, Any]:
 
 
 LASTING = ("transitions", "starts", "first_segment")
-"""What the backward pass needs of a split."""
+"""Tensors of a split that the backward pass needs."""
 
 
 def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs) -> dict
 
 
 def found_segments(t: Tensors, layout: Layout) -> dict[str, Tensor]:
-    """What the forward has left so, by name."""
+    """Takes what the forward has left so, by name."""
     if t.segments is None:
         return {}
     return Workspace({name: layout[name] for name in LASTING}, t.segments).tensors()

@@ -14,7 +14,7 @@ from ...program.workspace import new
 
 @dataclass(frozen=True)
 class WyOperands:
-    """What `wy` reads, under the kernels' names."""
+    """Operands of `wy`, under the kernels' names."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -41,13 +41,13 @@ class WyOperands:
         return dict(vars(self), grad_o=self.do, o=self.do, grad_v_new=self.dv, grad_h=self.dh)
 
     def kept(self) -> tuple[torch.Tensor, ...]:
-        """What stages before it left."""
+        """Operands that stages before it left."""
         return self.Akk_inv, self.h, self.v_new, self.dv, self.dh
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What `wy` leaves for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
+    """Results of `wy` for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
     `grad_Aqk`, as `Akk_inv`."""
 
     grad_q: torch.Tensor

@@ -251,7 +251,7 @@ def convolution_checkpoints_kernel(
 
 @triton.jit
 def gradient_before(w, p0, p, W):
-    """Of the input `W - 1` tokens back."""
+    """The gradient of the input `W - 1` tokens back."""
     grad = tl.zeros_like(p0)
     for i in tl.static_range(4 - W, 3):
         grad = tl.fma(w[7 - W - i], p[2 - i], grad)
@@ -333,7 +333,7 @@ def backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SIL
 
 @triton.jit
 def store_sums(to, channel, channel_stride, tap_stride, D, parts, W):
-    """What all groups have of the filters' gradients, always added in the same order."""
+    """Stores all groups' sums, the filters' gradients, always added in the same order."""
     joined = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
     total = tl.sum(tl.reshape(joined, (parts[0].shape[0], parts[0].shape[1], 4)), axis=0)
     tap = tl.arange(0, 4) - (4 - W)
@@ -479,7 +479,7 @@ class ConvolutionConfig:
 
 
 @dataclass(frozen=True)
-class Form:
+class ThreadConfig:
     """Bytes that a thread loads of a token, warps of a CTA, tokens ahead, most registers, and how many CTAs an SM then has."""
 
     bytes: int
@@ -489,16 +489,17 @@ class Form:
     ctas: int
 
     def channels(self, problem: Problem) -> int:
-        """Of a warp whose threads all have channels of their own."""
+        """Channels of a warp whose threads all have their own."""
         return 32 * self.bytes // problem.dtype.itemsize
 
 
-FORWARD, BACKWARD, ALONE = Form(8, 2, 16, 128, 8), Form(8, 4, 4, 168, 3), Form(8, 4, 6, 168, 3)
-"""A forward tile has the tokens that are loaded at once. `ALONE`: of the backward pass with all tokens in a tile, and without
-states, with which six tokens ahead spill more than four."""
+FORWARD, BACKWARD = ThreadConfig(8, 2, 16, 128, 8), ThreadConfig(8, 4, 4, 168, 3)
+SINGLE_TILE = ThreadConfig(8, 4, 6, 168, 3)
+"""A forward tile has the tokens that are loaded at once. `SINGLE_TILE`: of the backward pass with all tokens in a tile, and
+without states, with which six tokens ahead spill more than four."""
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
-"""Of a group of a tile: each reads `W - 1` tokens of the one before."""
+"""Fewest and most tokens of a group of a tile: each reads `W - 1` tokens of the one before."""
 
 NARROWEST = 64
 """Bytes of a row that a CTA of the backward pass reads at least: two sectors."""
@@ -508,33 +509,35 @@ MOST_AT_ONCE = 256
 
 
 def convolution_config(
-    problem: Problem, device: torch.device, backward: bool = False, form: Form | None = None
+    problem: Problem, device: torch.device, backward: bool = False, threads: ThreadConfig | None = None
 ) -> ConvolutionConfig:
-    """Of the backward pass tiles as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group at most."""
+    """Chooses sizes. Tiles of the backward pass are as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group
+    at most."""
     whole = triton.next_power_of_2(problem.D)
     if not backward:
-        form = form or FORWARD
-        BD = max(32, min(form.warps * form.channels(problem), whole))
-        warps = max(1, BD // form.channels(problem))
-        return ConvolutionConfig(form.ahead, BD, warps, form.ahead, form.max_registers)
+        threads = threads or FORWARD
+        BD = max(32, min(threads.warps * threads.channels(problem), whole))
+        warps = max(1, BD // threads.channels(problem))
+        return ConvolutionConfig(threads.ahead, BD, warps, threads.ahead, threads.max_registers)
     stated = problem.has_initial_state or problem.output_final_state
-    alone = one_tile(problem, device, form or (BACKWARD if stated else ALONE))
-    if alone is not None:
-        return alone
-    form = form or BACKWARD
-    wave, tokens, narrowest = sm_count(device) * form.ctas, problem.B * problem.T, NARROWEST // problem.dtype.itemsize
+    single = one_tile(problem, device, threads or (BACKWARD if stated else SINGLE_TILE))
+    if single is not None:
+        return single
+    threads = threads or BACKWARD
+    wave, tokens = sm_count(device) * threads.ctas, problem.B * problem.T
+    narrowest = NARROWEST // problem.dtype.itemsize
     BD = max(narrowest, min(4 * narrowest, whole))
-    groups = form.channels(problem) * form.warps // BD
+    groups = threads.channels(problem) * threads.warps // BD
     blocks = -(-problem.D // BD)
     waves = max(1, -(-tokens * blocks // (wave * MOST_TOKENS * groups)))
-    BT, unit = -(-tokens // max(1, wave * waves // blocks)), form.ahead * groups
+    BT, unit = -(-tokens // max(1, wave * waves // blocks)), threads.ahead * groups
     BT = max(FEWEST_TOKENS * groups, -(-BT // unit) * unit)
-    return ConvolutionConfig(BT, BD, form.warps, form.ahead, form.max_registers, groups)
+    return ConvolutionConfig(BT, BD, threads.warps, threads.ahead, threads.max_registers, groups)
 
 
-def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionConfig | None:
+def one_tile(problem: Problem, device: torch.device, threads: ThreadConfig) -> ConvolutionConfig | None:
     """A tile with all tokens, which leaves no sums to add, if blocks of some channels fill one wave."""
-    wave, most = sm_count(device) * form.ctas, form.warps * form.channels(problem)
+    wave, most = sm_count(device) * threads.ctas, threads.warps * threads.channels(problem)
     BD = triton.next_power_of_2(-(-problem.D // wave))
     BD = max(NARROWEST // problem.dtype.itemsize, min(most, BD))
     groups = most // BD
@@ -542,7 +545,7 @@ def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionC
         return None
     if groups * MOST_AT_ONCE < problem.T:
         return None
-    return ConvolutionConfig(max(1, problem.T), BD, form.warps, form.ahead, form.max_registers, groups)
+    return ConvolutionConfig(max(1, problem.T), BD, threads.warps, threads.ahead, threads.max_registers, groups)
 
 
 def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
@@ -557,7 +560,8 @@ def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
 def arguments(
     problem: Problem, t: Tensors, c: ConvolutionConfig, arch: int, states: dict[str, Tensor | None]
 ) -> dict[str, object]:
-    """What the kernels take under other names than the call's. `states`: an empty tensor stands for one that is not there."""
+    """Arguments that the kernels take under other names than the call's. `states`: an empty tensor stands for one that is not
+    there."""
     absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
     found = {name: absent if x is None else x for name, x in states.items()}
     channels = {

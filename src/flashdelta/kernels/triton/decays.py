@@ -45,7 +45,7 @@ def sums(matrix, high, low, FINE=False):
 
 @triton.jit
 def chunk_decays(g, dt_bias, tokens, column, valid, head, rate, lower_bound, K, GATE):
-    """Of a chunk's rows, `[C, BK]` each: the gate's input with its bias, and the log2 decays as `high + low`."""
+    """Decays of a chunk's rows, `[C, BK]` each: the gate's input with its bias, and the log2 decays as `high + low`."""
     x = tl.load(g + tokens + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     if dt_bias is not None:
         x += tl.load(dt_bias + head * K + column).to(tl.float32)[None, :]

@@ -83,8 +83,8 @@ def inverse_norm(row, L2NORM):
 
 @triton.jit
 def factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM):
-    """Of one token: `q`, `k` and `exp(g)` `[K]`, then `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`. A token that is not
-    `there` changes no state."""
+    """Factors of one token: `q`, `k` and `exp(g)` `[K]`, then `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`. A token that
+    is not `there` changes no state."""
     row_q, row_k, row_g, beta = rows
     row_q, row_k = row_q.to(tl.float32), row_k.to(tl.float32)
     exp_g = tl.exp2(log2_decay(row_g.to(tl.float32) + bias, rate, lower_bound, GATE))
@@ -214,10 +214,9 @@ class DecodeConfig:
 
 
 def decode_config(problem: Problem, capability: int) -> DecodeConfig:
-    """By kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of the copy
-    rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
-    whole sectors: 64 channels where there are many CTAs. docs/log/tuning.md has all that was tried.
-    """
+    """Chooses sizes by kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of
+    the copy rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
+    whole sectors: 64 channels where there are many CTAs. docs/log/tuning.md has all that was tried."""
     wide = problem.state_dtype == torch.float32
     if problem.T > 1 or problem.packed:
         return DecodeConfig(BV=_channels(problem, 2048), stream=True)

@@ -144,7 +144,7 @@ class NormConfig:
 
 
 @dataclass(frozen=True)
-class Form:
+class ThreadConfig:
     """Elements of each tensor a tile, or a row; warps of a CTA, more for long rows; CTAs of an SM in the backward pass, as many
     as fit."""
 
@@ -153,13 +153,13 @@ class Form:
     ctas: int = 0
 
 
-FORWARD, BACKWARD = Form(2048, 8), Form(2048, 4, 3)
+FORWARD, BACKWARD = ThreadConfig(2048, 8), ThreadConfig(2048, 4, 3)
 
 
-def norm_config(problem: Problem, backward: bool = False, form: Form | None = None) -> NormConfig:
-    form = form or (BACKWARD if backward else FORWARD)
+def norm_config(problem: Problem, backward: bool = False, threads: ThreadConfig | None = None) -> NormConfig:
+    threads = threads or (BACKWARD if backward else FORWARD)
     BV = max(16, triton.next_power_of_2(problem.V))
-    return NormConfig(BV, max(1, form.elements // BV), max(form.warps, min(BV // 256, 16)), form.ctas)
+    return NormConfig(BV, max(1, threads.elements // BV), max(threads.warps, min(BV // 256, 16)), threads.ctas)
 
 
 def row_layout(x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def row_layout(x: Tensor) -> Tensor:
 
 
 def arguments(problem: Problem, t: Tensors, c: NormConfig, arch: int) -> dict[str, Any]:
-    """What both kernels take under other names than the call's, or as rows."""
+    """Arguments that both kernels take under other names than the call's, or as rows."""
     x, activation = row_layout(t.x), dict(SIGMOID=problem.activation == "sigmoid", OVERLAP=arch >= 90)
     sizes = dict(rows=x.shape[:3].numel(), T=max(x.shape[1], 1), H=max(x.shape[2], 1))
     return dict(x=x, z=row_layout(t.z), **sizes, BV=c.BV, ROWS=c.ROWS, **activation)

@@ -284,9 +284,10 @@ BV32_BYTES = 181_248
 
 
 def states_config(problem: Problem, capability: int, precision: str) -> RecurrenceConfig:
-    """Of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32 value channels
-    take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as many CTAs.
-    With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones spill."""
+    """Chooses sizes of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32
+    value channels take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as
+    many CTAs. With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones
+    spill."""
     BV, num_warps, buffers = 16, 4, 3
     if problem.K > 64:
         num_warps, buffers = 8, 2

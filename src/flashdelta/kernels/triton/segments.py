@@ -173,7 +173,7 @@ def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> L
 
 
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
-    """Of the sequences that go on to the next rank (`stages/merge.py`)."""
+    """Transitions of the sequences that go on to the next rank (`stages/merge.py`)."""
     where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], first_segment=None)
     launch = _transitions(call, call.problem.packets, where, None)
     return replace(launch, scratch=(*call.buffers, packet))

@@ -42,7 +42,7 @@ def sums_kernel(
 
 
 ELEMENTS, MOST_ROWS, FEWEST_COLUMNS = 4096, 1024, 8
-"""Of a tile: all rows where it can be, so that they are loaded at once, and at least 32 bytes of each."""
+"""Most rows of a tile: all where it can be, so that they are loaded at once, and at least 32 bytes of each."""
 
 
 def sums(partials: Tensor, grad_weight: Tensor, grad_bias: Tensor | None, overlaps: bool) -> Launch:

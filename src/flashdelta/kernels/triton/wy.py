@@ -41,16 +41,16 @@ NORM_BK = tl.constexpr(32)
 """Key channels that an L2 norm adds at a time."""
 
 KEYS_A_THREAD = tl.constexpr(8)
-"""Of a slice of the state, where a thread has one value channel."""
+"""Key channels of a slice of the state, where a thread has one value channel."""
 
 ROWS_A_THREAD = tl.constexpr(2)
-"""Of a chunk's slice, where a thread has one channel: with 32 tokens in float32."""
+"""Rows of a chunk's slice, where a thread has one channel: with 32 tokens in float32."""
 
 
 @triton.jit
 def load_decays(g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K, GATE):
-    """What `exp_g_of` and `exp_g_last_minus_g_of` start from: `high, low`, the rows' log2 decays in two parts. With a gate
-    `cumulative` (`cumulative_log2`: base 2) g holds the sums `G` already: then `G` and `G_C`, that of the last row."""
+    """Loads what `exp_g_of` and `exp_g_last_minus_g_of` start from: `high, low`, the rows' log2 decays in two parts. With a
+    gate `cumulative` (`cumulative_log2`: base 2) g holds the sums `G` already: then `G` and `G_C`, that of the last row."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
         first = tl.load(g + row[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         second = tl.load(g + (tl.minimum(count, row.shape[0]) - 1) * g_token + column).to(tl.float32)

@@ -48,7 +48,7 @@ LINES = gl.constexpr(
         shape=[64, 64],
     )
 )
-"""What `to_lines` gives: a thread has twice 8 adjacent elements of 2 rows."""
+"""The layout that `to_lines` gives: a thread has twice 8 adjacent elements of 2 rows."""
 
 
 @gluon.jit
@@ -99,8 +99,8 @@ def store_block(tile, x):
 
 @gluon.jit
 def loader_offsets(token_stride, K, STEPS=False):
-    """Of the loader warp: rows `[64]` of a tile of tokens and the elements' offsets `[64, 64]`; key channels `[K]`. `STEPS`:
-    rows in their order, and four decays of each channel."""
+    """Offsets of the loader warp: rows `[64]` of a tile of tokens and the elements' offsets `[64, 64]`; key channels `[K]`.
+    `STEPS`: rows in their order, and four decays of each channel."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))

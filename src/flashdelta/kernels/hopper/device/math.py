@@ -26,8 +26,8 @@ def wide(a, b):
 
 @gluon.jit
 def token_offset(batch, token, head, of_batch, of_token, of_head):
-    """Of a token and head, in the unit of the strides. Times 8, with strides in units of 8 elements, it tells the compiler that
-    16-byte copies are aligned."""
+    """The offset of a token and head, in the unit of the strides. Times 8, with strides in units of 8 elements, it tells the
+    compiler that 16-byte copies are aligned."""
     return wide(batch, of_batch) + wide(token, of_token) + wide(head, of_head)
 
 
@@ -264,7 +264,7 @@ def inverse_norms(x, L2NORM):
 
 @gluon.jit
 def decay_bias(dt_bias, head, rate, column, K, GATE, volatile: gl.constexpr = False):
-    """Of the value head's key channels `column`, as `gate` takes it, in one row."""
+    """The bias of a value head's key channels `column`, as `gate` takes it, in one row."""
     layout: gl.constexpr = column.type.layout
     bias = gl.zeros(column.shape, gl.float32, layout=layout)
     if dt_bias is not None:

@@ -33,8 +33,8 @@ def range_start(i, ranges, steps, longest):
 
 @gluon.jit
 def cut_at(step, tile_steps, overhead):
-    """Of tiles of `tile_steps` steps each, `overhead` of them no chunks: the tile that the cut before `step` goes through, and
-    how many of its chunks lie before the cut; if that is 0, the cut is at the tile's start."""
+    """Cuts tiles of `tile_steps` steps each, `overhead` of them no chunks: the tile that the cut before `step` goes through,
+    and how many of its chunks lie before the cut; if that is 0, the cut is at the tile's start."""
     tile = step // tile_steps
     chunk = step % tile_steps
     rest = tile_steps - overhead - chunk

@@ -143,8 +143,8 @@ class TileScheduler:
 
     @gluon.jit
     def span(self, tile, i, start, slot):
-        """Of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token, chunks, and
-        which of these `[low, high)` belong to the work tile."""
+        """Extent of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token,
+        chunks, and which of these `[low, high)` belong to the work tile."""
         row = self.row(tile)
         end, chunks = span_extent(self.checkpoint_offsets, row, i, tile.num_spans, start, tile.begin, tile.end, C)
         if self.checkpoint_offsets is None or (self.first_segment is None and self.tile_range is None):
@@ -416,7 +416,7 @@ def chunk_tile(tile, cu_seqlens, slots, N, T, HV):
 
 @gluon.jit
 def first_tile():
-    """Of a CTA that has one tile, or every n-th."""
+    """The first tile of a CTA that has one, or every n-th."""
     return gl.program_id(0)
 
 

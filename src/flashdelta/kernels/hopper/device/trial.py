@@ -1,4 +1,4 @@
-"""Whether a chunk forgets the state before it: then the state after it needs nothing else."""
+"""Trials of whether a chunk forgets the state before it: then the state after it needs nothing else."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FORGOTTEN = gl.constexpr(2.0**-40)
 
 @gluon.jit
 def may_forget(decay, present, K):
-    """Whether a trial of the chunk with these decays is worth its time, for warps of any number: each warp asks for all K. A
-    diagonal element of M is a channel's decay less what the delta rule takes. If the decay is larger than M may be, the
-    rest must cancel it, which no model's does. A NaN may not forget, nor may a chunk that is not `present`."""
+    """Says whether a trial of the chunk with these decays is worth its time, for warps of any number: each warp asks for all K.
+    A diagonal element of M is a channel's decay less what the delta rule takes. If the decay is larger than M may be, the rest
+    must cancel it, which no model's does. A NaN may not forget, nor may a chunk that is not `present`."""
     key = gl.arange(0, K, layout=gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0]))
     decays = gl.load(decay + key, mask=key < gl.where(present, K, 0), other=1.0)
     return gl.min((decays <= FORGOTTEN).to(gl.int32), axis=0) > 0
