@@ -105,7 +105,7 @@ def test_gradients_of_the_convolution(case: ConvolutionCase):
 )
 def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pytest.MonkeyPatch):
     """Whose last gradients need the first ones of the next group, and which leaves no sums to add."""
-    config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, groups=4)
+    config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, GROUPS=4)
     monkeypatch.setattr(triton_convolution, "convolution_config", lambda *given, **options: config)
     monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
     launched, bind = [], triton_convolution.bind

@@ -30,7 +30,7 @@ HELD = [case for case in SMALL if case.name not in ("rows", "strong", "strided",
 )
 def test_results_are_the_reference(case: WyCase, held: bool, monkeypatch: pytest.MonkeyPatch):
     if held:  # as on Hopper
-        monkeypatch.setattr(wy, "wy_config", lambda problem, capability: wy.WyConfig(16, problem.V, 4, 3))
+        monkeypatch.setattr(wy, "wy_config", lambda problem, capability: wy.Config(4, 16, problem.V, 3))
     call = make_wy(case)
     with poisoned_memory():
         found = fd.kernels.chunk_bwd_wy_dqkg(**call, backend="triton")

@@ -50,6 +50,18 @@ class StageCall:
         return self.may_split and self.t.segments is None
 
 
+@dataclass(frozen=True)
+class Config:
+    """What a launch is made with, under the kernels' names: `BK` and `BV` are the key and value channels that a CTA holds at a
+    time, `STAGES` the slices or chunks in flight; `STREAM`: states need not stay in the L2 cache."""
+
+    num_warps: int
+    BK: int = 0
+    BV: int = 0
+    STAGES: int = 1
+    STREAM: bool = False
+
+
 @functools.cache
 def parameters(kernel: JITFunction) -> tuple[tuple[str, bool], ...]:
     """A kernel's parameters in order, and whether each is a compile-time one."""

@@ -124,7 +124,7 @@ def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Te
     own = dict(
         **dict(transitions=packets, offsets=offsets, merged=merged),
         **dict(transition_pitch=packets.stride(2), offset_pitch=offsets.stride(2)),
-        **dict(OFFSETS_V_FIRST=problem.state_v_first or not backward, BACKWARD=int(backward), BV=c.BV, STAGES=c.stages),
+        **dict(OFFSETS_V_FIRST=problem.state_v_first or not backward, BACKWARD=int(backward), **vars(c)),
     )
     return Launch(
         merge_kernel,

@@ -3,7 +3,6 @@ leads from one to the next, for every backend; and what a forward leaves of a sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -19,7 +18,7 @@ from ..shared.mma import dot
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_work_tile
 from ..shared.states import load_state, sequence_slot, state_offsets
-from .launch import SHARED_MEMORY, StageCall, bind, state_arguments
+from .launch import SHARED_MEMORY, Config, StageCall, bind, state_arguments
 
 MOST_SEGMENTS = tl.constexpr(128)
 """Segments of a planned sequence, or more."""
@@ -107,22 +106,12 @@ def compose_kernel(
             here += onward
 
 
-@dataclass(frozen=True)
-class ComposeConfig:
-    """`BV`: value channels a CTA; `BK`: key channels of the state that it holds at a time; `stages`: transitions in flight."""
-
-    BV: int
-    BK: int
-    num_warps: int
-    stages: int
-
-
-def compose_config(problem: Problem, capability: int) -> ComposeConfig:
+def compose_config(problem: Problem, capability: int) -> Config:
     """At K = V = 128 a step takes 2.3 us on an H200; 2.6 with 2 stages, 4.0 with slices of 32 channels, 5.8 by `BK` = 64."""
     if problem.K > 128:
-        return ComposeConfig(BV=min(32, problem.V), BK=64, num_warps=4, stages=1)
+        return Config(BV=min(32, problem.V), BK=64, num_warps=4, STAGES=1)
     stages = 3 if SHARED_MEMORY[capability] > 170_000 else 2
-    return ComposeConfig(BV=min(16, problem.V), BK=problem.K, num_warps=8, stages=stages)
+    return Config(BV=min(16, problem.V), BK=problem.K, num_warps=8, STAGES=stages)
 
 
 def compose(call: StageCall, final_state: Tensor | None, backward: bool = False) -> Launch:
@@ -132,7 +121,7 @@ def compose(call: StageCall, final_state: Tensor | None, backward: bool = False)
     c = compose_config(problem, call.arch)
     overlaps = call.arch >= 90
     segments = call.left("transitions", "offsets", "starts", "forgets", "first_segment")
-    own = dict(BV=c.BV, BK=c.BK, STAGES=c.stages, BACKWARD=int(backward), OVERLAP=overlaps)
+    own = dict(vars(c), BACKWARD=int(backward), OVERLAP=overlaps)
     return Launch(
         compose_kernel,
         problem.N * problem.HV * (problem.V // c.BV),

@@ -16,8 +16,6 @@ stores nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -29,7 +27,7 @@ from ..shared.records import COUNTS, load_record, record_counts, record_width
 from ..shared.scalars import SCALARS
 from ..shared.states import slot_and_row, state_offsets
 from ..stages.decode import commit_arguments
-from ..stages.launch import bind
+from ..stages.launch import Config, bind
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -100,18 +98,10 @@ COMMIT_BLOCK = 4096
 """Elements a CTA of `commit` copies."""
 
 
-@dataclass(frozen=True)
-class ReplayConfig:
-    """`BV`: value channels a CTA, of which a head has at most `RECORD_COUNTS` slices."""
-
-    BV: int
-    num_warps: int
-
-
-def replay_config(problem: Problem) -> ReplayConfig:
+def replay_config(problem: Problem) -> Config:
     """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 32 registers a thread twice."""
     BV = max(-(-problem.V // RECORD_COUNTS), min(problem.V, 4096 // problem.K))
-    return ReplayConfig(BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
+    return Config(BV=BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
 
 
 def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -119,7 +109,7 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     if problem.has_records:
         c, overlaps = replay_config(problem), arch >= 90
         ctas = problem.N * problem.HV * (problem.V // c.BV)
-        bound = bind(replay_kernel, problem, t, dict(**own, BV=c.BV, OVERLAP=overlaps))
+        bound = bind(replay_kernel, problem, t, dict(own | vars(c), OVERLAP=overlaps))
         return [Launch(replay_kernel, ctas, *bound, c.num_warps, overlaps=overlaps)]
     size = problem.HV * problem.V * problem.K
     bound = bind(commit_kernel, problem, t, dict(**own, size=size, BLOCK=COMMIT_BLOCK))

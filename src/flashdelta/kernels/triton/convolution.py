@@ -467,15 +467,15 @@ def convolution_backward_kernel(
 
 @dataclass(frozen=True)
 class ConvolutionConfig:
-    """`BT`: tokens of a tile, `W - 1` at least, `BD`: its channels; `ahead`: tokens that a thread loads ahead; `groups` of
+    """`BT`: tokens of a tile, `W - 1` at least, `BD`: its channels; `AHEAD`: tokens that a thread loads ahead; `GROUPS` of
     threads that share the tile's tokens (backward)."""
 
     BT: int
     BD: int
     num_warps: int
-    ahead: int
+    AHEAD: int
     max_registers: int
-    groups: int = 1
+    GROUPS: int = 1
 
 
 @dataclass(frozen=True)
@@ -570,7 +570,7 @@ def arguments(
     one, tiles = token_tiles(problem, c)
     return dict(
         **dict(found | channels, slots=problem.pool_slots),
-        **dict(ctas=tiles * -(-problem.D // c.BD), token_tiles=one, BT=c.BT, BD=c.BD, AHEAD=c.ahead),
+        **dict(vars(c), ctas=tiles * -(-problem.D // c.BD), token_tiles=one),
         **dict(SILU=problem.activation == "silu", OVERLAP=arch >= 90),
     )
 
@@ -621,8 +621,8 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
     own = dict(
         **arguments(problem, t, c, arch, dict(initial=t.initial_state, grad_final=dht, grad_initial=dh0)),
         **dict(dx=dx, partials=partials, grad_weight=grad_weight, grad_bias=grad_bias),
-        **dict(has_initial=dh0 is not None, has_final=dht is not None, GROUPS=c.groups),
-        EXCHANGE=tiles == 1 and dh0 is None and dht is None and not problem.packed and c.ahead * c.groups <= problem.T,
+        **dict(has_initial=dh0 is not None, has_final=dht is not None),
+        EXCHANGE=tiles == 1 and dh0 is None and dht is None and not problem.packed and c.AHEAD * c.GROUPS <= problem.T,
     )
     yield Launch(
         convolution_backward_kernel,

@@ -19,8 +19,6 @@ kernel before it (programmatic dependent launch), up to `gdc_wait`; nothing is l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +35,7 @@ from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets, target_slot
 from ..stages.decode import DECODE_FEW, DecodeStates, decode_states, step_arguments
-from ..stages.launch import bind
+from ..stages.launch import Config, bind
 
 CHANNELS_A_THREAD = tl.constexpr(4)
 """Adjacent value channels of a thread where states lie K first, in bf16 too. With 8 fewer threads lie along V and more along K,
@@ -204,28 +202,19 @@ def decode_kernel(
         store_tile(final_state, in_slot, state, stored, STREAM)
 
 
-@dataclass(frozen=True)
-class DecodeConfig:
-    """`BV`: value channels a CTA; `stream`: states need not stay in the L2 cache."""
-
-    BV: int
-    num_warps: int = 1
-    stream: bool = False
-
-
-def decode_config(problem: Problem, capability: int) -> DecodeConfig:
+def decode_config(problem: Problem, capability: int) -> Config:
     """Chooses sizes by kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of
     the copy rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
     whole sectors: 64 channels where there are many CTAs. docs/log/tuning.md has all that was tried."""
     wide = problem.state_dtype == torch.float32
     if problem.T > 1 or problem.packed:
-        return DecodeConfig(BV=_channels(problem, 2048), stream=True)
+        return Config(num_warps=1, BV=_channels(problem, 2048), STREAM=True)
     few = problem.N * problem.HV <= DECODE_FEW
     if problem.state_v_first and wide:
-        return DecodeConfig(BV=_channels(problem, 1024))
+        return Config(num_warps=1, BV=_channels(problem, 1024))
     if problem.state_v_first or few:
-        return DecodeConfig(BV=_channels(problem, 2048), stream=not few)
-    return DecodeConfig(BV=min(64, _channels(problem, 8192)), num_warps=4, stream=not wide)
+        return Config(num_warps=1, BV=_channels(problem, 2048), STREAM=not few)
+    return Config(BV=min(64, _channels(problem, 8192)), num_warps=4, STREAM=not wide)
 
 
 def _channels(problem: Problem, elements: int) -> int:
@@ -240,7 +229,7 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     own = dict(
         **step_arguments(problem, t, states, outputs["o"]),
         **decode_kinds(problem, states),
-        **dict(BV=c.BV, STREAM=c.stream, OVERLAP=overlaps),
+        **dict(vars(c), OVERLAP=overlaps),
     )
     ctas = problem.N * problem.HV * (problem.V // c.BV)
     return [Launch(decode_kernel, ctas, *bind(decode_kernel, problem, t, own), c.num_warps, overlaps=overlaps)]

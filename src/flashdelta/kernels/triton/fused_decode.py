@@ -328,11 +328,11 @@ def fused_decode_kernel(
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """`tiles` of a state; `stream`: states need not stay in the L2 cache. `max_registers`: of a thread."""
+    """`TILES` of a state; `STREAM`: states need not stay in the L2 cache. `max_registers`: of a thread."""
 
     num_warps: int
-    tiles: int
-    stream: bool
+    TILES: int
+    STREAM: bool
     max_registers: int
 
 
@@ -364,7 +364,7 @@ def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) 
         **fused_arguments(problem, t, outputs["o"]),
         SINGLE=problem.T == 1 and not problem.packed,
         EACH=3 if problem.has_records else int(problem.stores_each_state),
-        **dict(TILES=c.tiles, STREAM=c.stream, OVERLAP=overlaps),
+        **dict(vars(c), OVERLAP=overlaps),
     )
     bound = bind(fused_decode_kernel, problem, t, own)
     return [Launch(fused_decode_kernel, problem.N * problem.H, *bound, c.num_warps, c.max_registers, overlaps)]

@@ -17,8 +17,6 @@ Pairs are split as in `prepare`, at a boundary between i and j, so that `E_ij = 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +28,7 @@ from ..shared.norms import row_norms
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
 from ..stages.finish import ByHead
-from ..stages.launch import backward_precision, bind, chunks, safe_blocks
+from ..stages.launch import Config, backward_precision, bind, chunks, safe_blocks
 from ..stages.wy import Parts
 from .decays import chunk_decays, sums
 from .sub_chunks import SUB, boundary_matrix, pair_mask
@@ -205,17 +203,9 @@ def intra_kernel(
             tl.store(out_k + in_own, dk.to(out_k.dtype.element_ty), mask=valid[:, None])
 
 
-@dataclass(frozen=True)
-class IntraConfig:
-    """`BK`: key channels that a CTA holds at a time."""
-
-    BK: int
-    num_warps: int
-
-
-def intra_config(problem: Problem, capability: int) -> IntraConfig:
+def intra_config(problem: Problem, capability: int) -> Config:
     """As `wy_config`."""
-    return IntraConfig(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
+    return Config(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
 
 
 def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
@@ -223,7 +213,8 @@ def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) 
     own = dict(
         **parts.arguments(),
         **heads.arguments(),
-        **dict(grad_Akk=parts.grad_A, BK=c.BK, SAFE=safe_blocks(problem), PRECISION=backward_precision(problem, arch)),
+        **vars(c),
+        **dict(grad_Akk=parts.grad_A, SAFE=safe_blocks(problem), PRECISION=backward_precision(problem, arch)),
     )
     scratch = (*parts.buffers, *heads.buffers(problem))
     return Launch(intra_kernel, chunks(problem), *bind(intra_kernel, problem, t, own), c.num_warps, scratch=scratch)

@@ -171,7 +171,7 @@ def arguments(problem: Problem, t: Tensors, c: NormConfig, arch: int) -> dict[st
     """Arguments that both kernels take under other names than the call's, or as rows."""
     x, activation = row_layout(t.x), dict(SIGMOID=problem.activation == "sigmoid", OVERLAP=arch >= 90)
     sizes = dict(rows=x.shape[:3].numel(), T=max(x.shape[1], 1), H=max(x.shape[2], 1))
-    return dict(x=x, z=row_layout(t.z), **sizes, BV=c.BV, ROWS=c.ROWS, **activation)
+    return dict(x=x, z=row_layout(t.z), **sizes, **vars(c), **activation)
 
 
 def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:

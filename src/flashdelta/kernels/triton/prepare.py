@@ -26,8 +26,6 @@ with the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -40,7 +38,7 @@ from ..shared.mma import apply_weights, dot
 from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.launch import StageCall, bind, chunks, precision, safe_blocks
+from ..stages.launch import Config, StageCall, bind, chunks, precision, safe_blocks
 from .decays import split_decay, sums
 from .prepare_bounded import prepare_bounded_kernel
 from .sub_chunks import SUB, SUB_LEVELS, forward_substitution
@@ -330,25 +328,16 @@ def prepare_kernel(
     store_weighted(w, K, w, count, inv_00, inv_11, inv_10, C, K, True, PRECISION)
 
 
-@dataclass(frozen=True)
-class PrepareConfig:
-    """`BK`: key channels a CTA holds at a time; `stages`: how many such slices of q, k, g are in flight."""
-
-    BK: int
-    num_warps: int
-    stages: int
-
-
 def bounded(problem: Problem) -> bool:
     """Says whether `prepare_bounded` runs, which spares `prepare`'s products by level. In float32 `prepare` is no slower."""
     return safe_blocks(problem) and problem.dtype == torch.bfloat16
 
 
-def prepare_config(problem: Problem, capability: int) -> PrepareConfig:
+def prepare_config(problem: Problem, capability: int) -> Config:
     """Chooses sizes: 432 us in float32 at T4096 H32 on an H200, with slices of 32 channels 468."""
     if bounded(problem):
-        return PrepareConfig(BK=16, num_warps=2, stages=3)
-    return PrepareConfig(BK=16, num_warps=problem.chunk_size // 16, stages=3)
+        return Config(BK=16, num_warps=2, STAGES=3)
+    return Config(BK=16, num_warps=problem.chunk_size // 16, STAGES=3)
 
 
 def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = None) -> Launch:
@@ -360,7 +349,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = N
     own = dict(
         **call.left("w", "qg", "kg", "Aqk", "decay"),
         **dict(inverse=call.workspace.get("Akk_inv"), Akk_inv=Akk_inv, u=u),
-        **dict(BK=c.BK, PRECISION=precision(problem), STAGES=c.stages),
+        **dict(vars(c), PRECISION=precision(problem)),
         **({"v": None} if u is None else {}),
     )
     bound = bind(kernel, problem, call.t, own)

@@ -16,8 +16,6 @@ operand, and the serial chain never goes through shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -39,6 +37,7 @@ from ..shared.sequences import (
 from ..shared.states import checkpoint_slot, checkpoint_target, load_state, sequence_slot, state_offsets, store_state
 from ..stages.launch import (
     SHARED_MEMORY,
+    Config,
     StageCall,
     bind,
     checkpoint_arguments,
@@ -243,16 +242,7 @@ def recurrence_kernel(
         store_state(packet, in_packet, state, crosses.to(tl.int32))
 
 
-@dataclass(frozen=True)
-class RecurrenceConfig:
-    """`BV`: value channels a CTA carries; `stages`: how many chunks of operands are in flight."""
-
-    BV: int
-    num_warps: int
-    stages: int
-
-
-def recurrence_config(problem: Problem, capability: int) -> RecurrenceConfig:
+def recurrence_config(problem: Problem, capability: int) -> Config:
     """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
 
     Wider slices and fewer warps than these spill: 16-bit slices of 64 channels need the register operands of wgmma. In float32
@@ -263,7 +253,7 @@ def recurrence_config(problem: Problem, capability: int) -> RecurrenceConfig:
     if problem.dtype == torch.float32:
         BV, num_warps = 16, 8 if K <= 128 else 16
         if capability == 90 and C * K == 8192:
-            return RecurrenceConfig(BV=32, num_warps=8, stages=2)
+            return Config(BV=32, num_warps=8, STAGES=2)
     elif K == 256:
         BV, num_warps = 32, 8
     else:
@@ -271,7 +261,7 @@ def recurrence_config(problem: Problem, capability: int) -> RecurrenceConfig:
     # asynchronous mma reads a stage while the next ones load; synchronous mma has read it into registers before
     stage = (3 * C * K + 2 * C * C + C * BV) * problem.dtype.itemsize
     buffers = min(3, SHARED_MEMORY[capability] // stage)
-    return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=max(1, buffers if warpgroup_mma else buffers + 1))
+    return Config(BV=BV, num_warps=num_warps, STAGES=max(1, buffers if warpgroup_mma else buffers + 1))
 
 
 STATES_FEW = 16
@@ -283,7 +273,7 @@ BV32_BYTES = 181_248
 """Bytes of shared memory that slices of 32 value channels need, at the most."""
 
 
-def states_config(problem: Problem, capability: int, precision: str) -> RecurrenceConfig:
+def states_config(problem: Problem, capability: int, precision: str) -> Config:
     """Chooses sizes of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32
     value channels take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as
     many CTAs. With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones
@@ -294,7 +284,7 @@ def states_config(problem: Problem, capability: int, precision: str) -> Recurren
         if problem.N * problem.HV > STATES_FEW and precision == "tf32x3" and SHARED_MEMORY[capability] >= BV32_BYTES:
             BV = 32
     stage = (2 * problem.chunk_size * problem.K + problem.chunk_size * BV) * problem.dtype.itemsize
-    return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=1 + min(buffers, SHARED_MEMORY[capability] // stage))
+    return Config(BV=BV, num_warps=num_warps, STAGES=1 + min(buffers, SHARED_MEMORY[capability] // stage))
 
 
 def recurrence(
@@ -316,7 +306,7 @@ def recurrence(
         **call.left("w", "qg", "kg", "Aqk", "decay", "first_segment", "starts"),
         **dict(inverse=inverse, v=v, o=o, h=h, v_new=v_new, u=u),
         **dict(checkpoint_arguments(problem, t) | packet_arguments(call) | state_arguments(problem, t, final_state)),
-        **dict(BV=c.BV, PRECISION=precision(problem), STAGES=c.stages),
+        **dict(vars(c), PRECISION=precision(problem)),
     )
     ctas = (problem.N if starts is None else starts.shape[0]) * problem.HV * (problem.V // c.BV)
     return Launch(recurrence_kernel, ctas, *bind(recurrence_kernel, problem, t, own), c.num_warps, scratch=call.buffers)

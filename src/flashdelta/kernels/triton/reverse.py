@@ -139,7 +139,7 @@ def reverse(
     own = reverse_arguments(problem, t, kept, scanned, dht, dh0, packet)
     ends = own["ends"]
     tiles = dict(zip(names := ("w", "qg", "kg", "Aqk", "decay"), kept.workspace.select(*names)))
-    own = dict(**own, **tiles, BV=c.BV, PRECISION=precision(problem), STAGES=c.stages)
+    own = dict(**own, **tiles, **vars(c), PRECISION=precision(problem))
     return Launch(
         reverse_kernel,
         (problem.N if ends is None else ends.shape[0]) * problem.HV * (problem.V // c.BV),

@@ -186,7 +186,7 @@ def _transitions(call: StageCall, segments: int, where: dict[str, Any], final_st
         **dict(call.left("w", "kg", "decay"), inverse=call.workspace["Akk_inv"]),
         **transition_arguments(t, where),
         **state_arguments(problem, t, final_state),
-        **dict(BV=BV, PRECISION=precision(problem), STAGES=c.stages),
+        **dict(vars(c), BV=BV, PRECISION=precision(problem)),
     )
     return Launch(
         transitions_kernel,

@@ -332,10 +332,10 @@ def verify_kernel(
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """`BV`: value channels a CTA, `tile` of them at a time. `max_registers`: of a thread, so that more CTAs fit on an SM."""
+    """`BV`: value channels a CTA, `TILE` of them at a time. `max_registers`: of a thread, so that more CTAs fit on an SM."""
 
     BV: int
-    tile: int
+    TILE: int
     num_warps: int
     max_registers: int | None
 
@@ -358,7 +358,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     own = dict(
         **step_arguments(problem, t, states, outputs["o"]),
         **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
-        **dict(BV=c.BV, TILE=c.tile, SPLIT=max(1, min(c.num_warps, problem.K // 16)), OVERLAP=overlaps),
+        **dict(vars(c), SPLIT=max(1, min(c.num_warps, problem.K // 16)), OVERLAP=overlaps),
         MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
     )
     ctas = problem.N * problem.HV * (problem.V // c.BV)

@@ -18,7 +18,7 @@ and the gradient `dS'` of the state after it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -33,7 +33,7 @@ from ..shared.products import summand
 from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
 from ..shared.states import state_offsets
-from ..stages.launch import backward_precision, bind, chunks
+from ..stages.launch import Config, backward_precision, bind, chunks
 from ..stages.wy import Parts, WyOperands, wy_results
 from .decays import chunk_decays, sums
 
@@ -298,18 +298,7 @@ def wy_kernel(
     tl.store(grad_Akk + in_matrix, tl.where(below, dAkk, 0.0), mask=valid[:, None] | (not BY_TOKEN))
 
 
-@dataclass(frozen=True)
-class WyConfig:
-    """`BK`, `BV`: key and value channels that a CTA holds at a time; with all value channels, their gradients stay while
-    `stages` slices of the state are in flight."""
-
-    BK: int
-    BV: int
-    num_warps: int
-    stages: int
-
-
-def wy_config(problem: Problem, capability: int) -> WyConfig:
+def wy_config(problem: Problem, capability: int) -> Config:
     """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
 
     On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two CTAs an SM
@@ -317,18 +306,18 @@ def wy_config(problem: Problem, capability: int) -> WyConfig:
     used up. Elsewhere held operands would fill the registers.
     """
     if problem.dtype == torch.float32:
-        return WyConfig(BK=16, BV=16, num_warps=8, stages=1)
+        return Config(BK=16, BV=16, num_warps=8, STAGES=1)
     if capability == 90 and problem.V <= 128:
-        return WyConfig(BK=16, BV=problem.V, num_warps=4, stages=3)
+        return Config(BK=16, BV=problem.V, num_warps=4, STAGES=3)
     if capability == 90:
         # slices of 16 key and 64 value channels come out wrong with Triton 3.6 (dk by 0.8; tests/gpu/test_wy.py), these right
-        return WyConfig(BK=32, BV=32, num_warps=4, stages=1)
-    return WyConfig(BK=16, BV=min(problem.V, 64) if capability in (90, 100) else 32, num_warps=4, stages=1)
+        return Config(BK=32, BV=32, num_warps=4, STAGES=1)
+    return Config(BK=16, BV=min(problem.V, 64) if capability in (90, 100) else 32, num_warps=4, STAGES=1)
 
 
 def wy_launch(problem: Problem, arch: int, x: WyOperands, own: dict[str, object]) -> Launch:
     c = wy_config(problem, arch)
-    own = dict(**x.arguments(), **own, BK=c.BK, BV=c.BV, PRECISION=backward_precision(problem, arch), STAGES=c.stages)
+    own = dict(**x.arguments(), **own, **vars(c), PRECISION=backward_precision(problem, arch))
     return Launch(wy_kernel, chunks(problem), *bind(wy_kernel, problem, Tensors(), own), c.num_warps)
 
 
