@@ -87,6 +87,8 @@ def test_only_backends_knows_backends():
     # the chunks of a call's sequences, which `explain` counts
     allowed = {("runtime.explain", "reference.sequences")}
     assert {(name, x) for name in users for x in imports(name) if floor(x) in others} <= allowed
+    leaves = {"kernels.hopper", "kernels.triton"}
+    assert not {(n, x) for n in MODULES for x in imports(n) if {floor(n), floor(x)} == leaves}
 
 
 def test_a_basename_means_one_thing():

@@ -294,15 +294,15 @@ def backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SIL
             y = filtered(b, w, x0, x, W)
             s = quick_sigmoid(y)
             p0 *= s * tl.fma(y, 1.0 - s, 1.0)
-        counts = None
         if PLAIN:
+            parts = add_products(parts, p0, x0, x, None, W)
             s_bias += p0
         else:
             p0 = tl.where(only_if(inside, loaded > t), p0, 0.0)
             # a product that does not count may be NaN
             counts = only_if(inside, tl.minimum(own, live) > t)
+            parts = add_products(parts, p0, x0, x, counts, W)
             s_bias = tl.where(counts, s_bias + p0, s_bias)
-        parts = add_products(parts, p0, x0, x, counts, W)
         grad = gradient_before(w, p0, p, W)
         back = t - (W - 1)
         found += (p0,)  # type: ignore[assignment]
