@@ -225,9 +225,7 @@ class HopperBackend(Backend):
         return self._head_obstacle(problem)
 
     def build(self, problem: Problem, t: Tensors) -> Runnable:
-        from .kernels.hopper.build import build
-
-        return build(problem.in_chunks, t)
+        return build_hopper(problem.in_chunks, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
         from .kernels.hopper.build import in_steps
@@ -235,6 +233,15 @@ class HopperBackend(Backend):
 
         most = room(problem, device)
         return planned_parts(problem, chunks, 0 if in_steps(problem, most) else most, SPLIT_COSTS)
+
+
+def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Runnable:
+    """The program for Hopper; the portable one for steps that its kernels leave: few states, or states on no 16 bytes."""
+    from .kernels.hopper.build import build
+    from .kernels.triton.build import build as portable
+
+    program = build(problem, t, arch)
+    return portable(problem, t, arch) if program is None else program
 
 
 class TritonBackend(Backend):

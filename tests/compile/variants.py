@@ -26,8 +26,8 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from flashdelta.backends import build_hopper
 from flashdelta.kernels import chunk_bwd_wy_dqkg
-from flashdelta.kernels.hopper.build import build as build_hopper
 from flashdelta.kernels.triton.build import build as build_triton
 from flashdelta.ops.chunk import chunk_kda
 from flashdelta.ops.convolution import short_convolution

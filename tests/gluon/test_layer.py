@@ -100,13 +100,13 @@ def test_gradients_of_the_convolution(case: ConvolutionCase):
 )
 def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pytest.MonkeyPatch):
     """Whose last gradients need the first ones of the next group, and which leaves no sums to add."""
-    config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, groups=4)
+    config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, GROUPS=4)
     monkeypatch.setattr(triton_convolution, "convolution_config", lambda *given, **options: config)
     monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
     call = make_convolution(case)
-    with mock.patch.object(triton_convolution, "constants", wraps=triton_convolution.constants) as noted:
+    with mock.patch.object(triton_convolution, "bind", wraps=triton_convolution.bind) as noted:
         check_gradients(convolution, call)
-    exchanges = {x.kwargs["EXCHANGE"] for x in noted.call_args_list if "EXCHANGE" in x.kwargs}
+    exchanges = {x.args[-1]["EXCHANGE"] for x in noted.call_args_list if "EXCHANGE" in x.args[-1]}
     assert exchanges == {case.name.startswith("exchanged")}
     first, second = (gradients(convolution.func, call | {"backend": "triton"}) for _ in range(2))
     assert all(same_bits(x, second[name]) for name, x in first.items())

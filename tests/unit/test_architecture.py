@@ -74,6 +74,16 @@ def test_there_is_no_circle():
             del graph[name]
 
 
+def test_only_backends_knows_backends():
+    others = {*KERNELS, "reference"}
+    users = {name for name in MODULES if floor(name) in ("ops", "runtime", "program", "problem")}
+    # the chunks of a call's sequences, which `explain` counts
+    allowed = {("runtime.explain", "reference.sequences")}
+    assert {(name, x) for name in users for x in imports(name) if floor(x) in others} <= allowed
+    leaves = {"kernels.hopper", "kernels.triton"}
+    assert not {(n, x) for n in MODULES for x in imports(n) if {floor(n), floor(x)} == leaves}
+
+
 def is_kernel(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list)
 

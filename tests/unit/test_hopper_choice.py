@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.kernels.hopper.build import build
+from flashdelta.backends import build_hopper as build
 from flashdelta.kernels.hopper.segments import may_try, split_layout
 from flashdelta.runtime.call import check
 

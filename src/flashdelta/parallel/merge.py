@@ -56,7 +56,7 @@ def carried_states(
     return before, replace(call, problem=from_here, t=t, beside=(*call.beside, states)), after
 
 
-def around_recurrence(
+def with_rank_exchange(
     call: StageCall, transition: Transition, outputs: Outputs
 ) -> tuple[list[Step], StageCall, Tensor | None, list[Step]]:
     """Of a forward: what runs before `recurrence`, the call that this runs, where it leaves the final states, and what runs
@@ -81,7 +81,7 @@ def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
     return new(problem.packet_shape, torch.float32, device)
 
 
-def told_gradients(problem: Problem, device: torch.device) -> Exchange:
+def send_gradients(problem: Problem, device: torch.device) -> Exchange:
     """Of the gradients of the states before this rank's tokens, to earlier ranks."""
     offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, device)
     own = new(offsets.shape[1:], torch.float32, device)
@@ -94,7 +94,7 @@ def carried_gradients(
     """What finds the gradients `grads` of the final states, those of later ranks included. `call.t.dht`: the caller's own.
     `meanwhile`: what takes none of them, and runs before they are waited for."""
     problem, t = call.problem, call.t
-    told = told_gradients(problem, t.device)
+    told = send_gradients(problem, t.device)
     if problem.rank == 0:
         # nothing comes from a rank before, and a captured graph waits for the others where it sends
         yield from meanwhile

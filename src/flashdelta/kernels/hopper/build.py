@@ -3,50 +3,51 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 
-from ...parallel.merge import around_recurrence
 from ...problem.problem import AUTO, BACKWARD, Problem, Tensors
 from ...program.launch import capability
 from ...program.program import Outputs, Program, Step
-from ...program.workspace import Workspace, new
+from ...program.workspace import new
+from ..stages import backward_pass
 from ..stages import launch as portable
+from ..stages.backward_pass import StageSet
 from ..stages.copy import strided_copy
-from ..stages.launch import StageCall
-from ..stages.segments import lasting_segments
-from . import gradients
 from .commit import commit
 from .decode import decode
 from .fused_decode import fused_kda_decode
-from .launch import aligned, layout, prepare_inputs, prepare_wy_inputs, steps_layout
+from .intra import intra
+from .launch import TILE, aligned, layout, prepare_inputs, prepare_wy_inputs, steps_layout
 from .prepare import prepare
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence
+from .reverse import reverse
 from .segments import before_segments, outgoing, room, split_layout
 from .verify import verify
-from .wy import wy_dqkg
+from .wy import wy, wy_dqkg
 
 
-def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
-    """The program, for GPUs of compute capability `arch` (the tensors' own by default)."""
+def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program | None:
+    """Makes the program, for GPUs of compute capability `arch` (the tensors' own by default). None for a step that is left to
+    the portable kernels."""
     arch = capability(t.device) if arch is None else arch
     if problem.operation == "chunk" + BACKWARD:
-        return gradients.backward(problem, t)
+        return backward_pass.backward(stages_of(problem, t, arch))
     if problem.keeps:
-        return gradients.forward(problem, t)
+        return backward_pass.forward(stages_of(problem, t, arch))
     outputs = Outputs.of(problem, t)
+    if problem.operation == "chunk":
+        stages = stages_of(problem, t, arch, in_steps(problem, room(problem, t.device)))
+        return Program(outputs, chunk(stages, outputs), stages.copies)
     if problem.operation == "wy":
         t, copies = prepare_wy_inputs(t)
         return Program(outputs, [wy_dqkg(problem, t, outputs)], copies)
-    if problem.operation != "chunk":
-        own = {"commit": commit, "fused_decode": fused_kda_decode}
-        stage = own.get(problem.operation, verify if problem.has_records else decode)
-        t, copies = portable.prepare_inputs(problem, t)
-        return Program(outputs, stage(problem, t, arch, outputs), copies)
-    t, copies = prepare_inputs(t)
-    return Program(outputs, chunk(problem, t, arch, outputs), copies)
+    own = {"commit": commit, "fused_decode": fused_kda_decode}
+    stage = own.get(problem.operation, verify if problem.has_records else decode)
+    t, copies = portable.prepare_inputs(problem, t)
+    launches = stage(problem, t, arch, outputs)
+    return None if launches is None else Program(outputs, launches, copies)
 
 
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
@@ -58,7 +59,7 @@ and 369 us instead of 199, 343 and 510 (benchmarks/results/tuning/half_steps-h20
 
 
 def in_steps(problem: Problem, transitions_at_once: int) -> bool:
-    """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`). `transitions_at_once`: `room` of a
+    """Says whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`). `transitions_at_once`: `room` of a
     call that may be split.
 
     Neither lengths nor sequences count: the bits of a sequence are its own. So a call with K = 128 that would be split if
@@ -70,22 +71,25 @@ def in_steps(problem: Problem, transitions_at_once: int) -> bool:
     return STEPS_FROM[problem.K, forms_transitions] <= problem.HV and whole and plain and inputs
 
 
-def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
-    """The launches that run a call of whole sequences, in order."""
-    steps = in_steps(problem, room(problem, t.device))
+def stages_of(problem: Problem, t: Tensors, arch: int, steps: bool = False) -> StageSet:
+    """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
+    t, copies = prepare_inputs(t)
     wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
-    workspace = Workspace.allocate(wanted, t.device, lasting_segments(problem, wanted, outputs))
-    call = StageCall(problem, t, arch, workspace)
-    final_state = outputs.get("final_state")
-    prepared = prepare_steps(call) if steps else prepare(call)
-    carried, stored = list[Step](), list[Step]()
-    if problem.ranks > 1:
-        transition = functools.partial(outgoing, steps=steps)
-        carried, call, final_state, stored = around_recurrence(call, transition, outputs)
-    split = before_segments(call, final_state)
+    return StageSet(
+        *(problem, t, copies, wanted, arch),
+        *(prepare_steps if steps else prepare, before_segments),
+        functools.partial(outgoing, steps=steps),
+        functools.partial(recurrence, steps=steps),
+        *(reverse, wy, intra),
+        squares=(problem.B, problem.T, problem.HV, TILE),
+        squares_dtype=torch.bfloat16,
+    )
+
+
+def chunk(stages: StageSet, outputs: Outputs) -> list[Step]:
+    """The launches of a forward that keeps nothing. An output of the caller's that no kernel can write is copied to."""
     o = outputs["o"]
-    if not aligned(o):  # the caller's own
-        o = new(o.shape, o.dtype, o.device)
-        stored += strided_copy(o, outputs["o"], scratch=o)
-    last = recurrence(replace(call, beside=(*call.beside, o)), o, final_state, outputs.get("h"), steps=steps)
-    return [prepared, *carried, *split, last, *stored]
+    if aligned(o):
+        return stages.forward(outputs)
+    own = new(o.shape, o.dtype, o.device)
+    return [*stages.forward(outputs, own), *strided_copy(own, o, scratch=own)]

@@ -14,8 +14,6 @@ and counts are read before the wait for the kernel before this one, which may ye
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
-from ..triton import commit as portable
+from ..shared.scalars import SCALARS
+from ..stages.decode import commit_arguments
+from ..stages.launch import bind
 from .device.compat import barrier
 from .device.layouts import BV
 from .device.math import multiply
@@ -55,8 +55,8 @@ def swap_pairs(x, first: gl.constexpr, second: gl.constexpr):
 
 
 @gluon.jit
-def load_slices(x, offsets, next_: gl.constexpr, SLICES: gl.constexpr, mask=None, other=None):
-    """Of each slice what lies at the offsets, `next_` elements on from the slice before."""
+def load_slices(x, offsets, next_: gl.constexpr, SLICES, mask=None, other=None):
+    """Loads what lies at the offsets of each slice, `next_` elements on from the slice before."""
     first = gl.load(x + offsets, mask=mask, other=other)
     if SLICES == 1:
         return (first,)
@@ -65,8 +65,8 @@ def load_slices(x, offsets, next_: gl.constexpr, SLICES: gl.constexpr, mask=None
 
 
 @gluon.jit
-def load_states(states, at, next_: gl.constexpr, SLICES: gl.constexpr, mask=None):
-    """Of each slice, packed."""
+def load_states(states, at, next_: gl.constexpr, SLICES, mask=None):
+    """Loads the states of each slice, packed."""
     loaded = load_slices(states, at, next_, SLICES, mask=mask)
     if SLICES == 1:
         return (packed(loaded[0]),)
@@ -95,10 +95,9 @@ def unpacked(x, layout: gl.constexpr):
 
 @gluon.jit
 def load_records(
-    record, count, tokens, there, of_u, row_step,
-    K: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr, row_l: gl.constexpr, left_l: gl.constexpr,
+    record, count, tokens, there, of_u, row_step, K, SLICES, TOKENS, row_l: gl.constexpr, left_l: gl.constexpr,
 ):  # fmt: skip
-    """Of the accepted tokens from the last one on: `k` and the decays that what is before them goes through, `[TOKENS, K]`; the
+    """Loads accepted tokens from the last one on: `k` and the decays that what is before them goes through, `[TOKENS, K]`; the
     first token's decay; and channels `of_u` of each slice of `u`, twice. What a token adds decays by those before it in this
     order."""
     last = gl.where(there, gl.minimum(count, tokens), 0)
@@ -117,11 +116,9 @@ def load_records(
 
 
 @gluon.jit
-def load_first(
-    record, count, tokens, there, of_u, row_step,
-    K: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr, key_l: gl.constexpr,
-):  # fmt: skip
-    """Of the first of more than `TOKENS` accepted tokens: `k`, the second token's decay, and `u`. Zeros and ones of fewer."""
+def load_first(record, count, tokens, there, of_u, row_step, K, SLICES, TOKENS, key_l: gl.constexpr):
+    """Loads the first of more than `TOKENS` accepted tokens: `k`, the second token's decay, and `u`. Zeros and ones of
+    fewer."""
     more = there & (gl.minimum(count, tokens) > TOKENS)
     key = gl.arange(0, K, layout=key_l)
     k = gl.load(record + K + key, mask=everywhere(key, more), other=0.0)
@@ -129,7 +126,7 @@ def load_first(
     return k, decay, load_slices(record_values(record, K), of_u, BV, SLICES, everywhere(of_u, more), 0.0)
 
 
-@gluon.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
+@gluon.jit(do_not_specialize=SCALARS)
 def replay_kernel(
     initial_state, records, slot_indices, row_indices, accepted, lowest, slots,
     rows, tokens, HV, slot_pitch: gl.int64, row_pitch: gl.int64, row_step: gl.int64,
@@ -231,26 +228,24 @@ SLICES_AT_ONCE = 4
 
 
 def slices_a_cta(problem: Problem, sms: int) -> int:
-    """Of float32 states, and of bfloat16 ones beside 17 tokens, registers hold one slice."""
+    """Counts the slices of a CTA. Registers hold one of float32 states, and of bfloat16 ones beside 17 tokens."""
     slices = problem.V // BV.value
     many = problem.N * problem.HV * slices > SLICES_AT_ONCE * sms
     fits = problem.state_dtype == torch.bfloat16 and problem.most_tokens <= 16
     return slices if many and fits else 1
 
 
-def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """Where states lie on no 16 bytes, the portable kernel."""
-    (launch,) = portable.commit(problem, t, arch, outputs)
+def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+    """Accepted tokens into states. None where states lie on no 16 bytes."""
     assert t.state_pool is not None
     if not aligned(t.state_pool, 16):
-        return [launch]
+        return None
     tokens = 8 if problem.most_tokens <= 8 else 16
     more = problem.most_tokens > tokens
     slices = slices_a_cta(problem, sm_count(t.state_pool.device))
-    constants = {"K": problem.K, "V": problem.V, "SLICES": slices, "TOKENS": tokens, "ONE_MORE": more}
-    ctas = problem.N * problem.HV * (problem.V // (slices * BV.value))
+    own = dict(commit_arguments(problem, t), SLICES=slices, TOKENS=tokens, ONE_MORE=more)
     # four CTAs of a slice and up to 8 tokens fit on an SM; three of 17 tokens, with fewer registers in bfloat16, or of a head
     large = slices > 1 or (more and problem.state_dtype == torch.float32)
-    cap = {"max_registers": 168 if large else 128 if tokens == 8 else None}
-    kernel = {"kernel": replay_kernel, "constants": constants, "num_warps": 4} | cap
-    return [replace(launch, ctas=ctas, **kernel)]
+    cap = 168 if large else 128 if tokens == 8 else None
+    ctas = problem.N * problem.HV * (problem.V // (slices * BV.value))
+    return [Launch(replay_kernel, ctas, *bind(replay_kernel, problem, t, own), 4, cap, overlaps=True)]

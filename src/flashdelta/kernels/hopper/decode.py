@@ -15,8 +15,6 @@ Contract and order of operations: as `triton/decode.py`. What differs is how a w
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -25,12 +23,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
-from ..stages.decode import DECODE_FEW
-from ..triton import decode as portable
+from ..shared.scalars import SCALARS
+from ..stages.decode import DECODE_FEW, decode_states, step_arguments
+from ..stages.launch import bind
 from .device.compat import copy_async
 from .device.math import split_high_low
 from .device.portable import (
-    DECODE_SCALARS,
     L2_EPS,
     at_token,
     decay_rate,
@@ -58,21 +56,21 @@ def prefetch(at):
 
 
 @gluon.jit
-def fetch_to_cache(at, SIZE: gl.constexpr):
+def fetch_to_cache(at, SIZE):
     """Prefetches `SIZE` bytes from the address `at` on to the L2 cache, by lines of 128."""
     line_l: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     prefetch(at.to(gl.int64, bitcast=True) + gl.arange(0, SIZE // 128, layout=line_l) * 128)
 
 
 @gluon.jit
-def copy_tiles(state_s, start, in_slot, read, TILES: gl.constexpr, SIZE: gl.constexpr):
+def copy_tiles(state_s, start, in_slot, read, TILES, SIZE):
     """Starts the copies of tiles of `SIZE` elements from `start` on, zeros if nothing is `read`, each a group of copies."""
     for i in gl.static_range(TILES):
         copy_async(state_s.index(i), start + (i * SIZE + in_slot), mask=everywhere(in_slot, read))
         async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=(*DECODE_SCALARS, "first_ahead", "past_ahead"))
+@gluon.jit(do_not_specialize=SCALARS)
 def decode_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, o,
     initial_state, final_state, starts, targets, accepted, has_initial_state, lowest, start_slots, target_slots,
@@ -82,8 +80,7 @@ def decode_kernel(
     v_batch: gl.int64, v_token: gl.int64, v_head: gl.int64, g_batch: gl.int64, g_token: gl.int64, g_head: gl.int64,
     beta_batch: gl.int64, beta_token: gl.int64, beta_head: gl.int64,
     o_batch: gl.int64, o_token: gl.int64, o_head: gl.int64, first_ahead, past_ahead,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SINGLE: gl.constexpr, STREAM: gl.constexpr,
-    GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr, V_FIRST: gl.constexpr, EACH: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
     IN_PLACE: gl.constexpr, TWO_POOLS: gl.constexpr, NULL_GIVES_ZERO: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp, 16 value channels of the state (a tile) at a time:
@@ -212,13 +209,18 @@ DECODE_AT_ONCE = 28
 """CTAs of `decode` that registers and shared memory let an SM run at once (K = 128; at 64 a few more)."""
 
 
-def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """One token a sequence. For few pairs of sequence and head, and where copies can't be asynchronous, the portable kernel."""
-    (launch,) = portable.decode(problem, t, arch, outputs)
-    given = dict(zip(decode_kernel.arg_names, launch.arguments))
+def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+    """One token a sequence. None for few pairs of sequence and head, and where copies can't be asynchronous."""
+    states = decode_states(problem, t, outputs.get("final_state"))
     many = problem.N * problem.HV > DECODE_FEW
-    if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
-        # it takes the portable kernel's arguments and two more, and as much of a state
-        prefetching = prefetching_ctas(launch.ctas, DECODE_AT_ONCE * sm_count(t.q.device))
-        launch = replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, *prefetching))
-    return [launch]
+    if not many or not all(aligned(x, 16) for x in (t.q, t.k, t.g, states.initial)):
+        return None
+    BV = min(problem.V, 2048 // problem.K)
+    ctas = problem.N * problem.HV * (problem.V // BV)
+    first, past = prefetching_ctas(ctas, DECODE_AT_ONCE * sm_count(t.q.device))
+    own = dict(
+        **step_arguments(problem, t, states, outputs["o"]),
+        **dict(BV=BV, IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools, OVERLAP=True),
+        **dict(first_ahead=first, past_ahead=past),
+    )
+    return [Launch(decode_kernel, ctas, *bind(decode_kernel, problem, t, own), num_warps=1, overlaps=True)]

@@ -14,8 +14,6 @@ Contract and order of operations: as `triton/fused_decode.py`. What differs is h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,8 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import Problem, Tensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.program import Outputs
-from ..stages.fused_decode import SCALARS
-from ..triton import fused_decode as portable
+from ..shared.scalars import SCALARS
+from ..stages.fused_decode import fused_arguments
+from ..stages.launch import bind
 from .decode import fetch_to_cache, prefetch
 from .device.compat import barrier, copy_async
 from .device.portable import L2_EPS, LOG2E, at_token, everywhere, exact_beta, exact_log2_decay, locate, placed, sigmoid
@@ -36,11 +35,11 @@ ROWS = gl.constexpr(32)
 """Value channels of a state that are copied and updated at a time."""
 
 SHARED_BYTES = 228 * 1024
-"""Of an SM. A CTA takes a kilobyte of it beyond its own."""
+"""Shared memory of an SM. A CTA takes a kilobyte of it beyond its own."""
 
 
 @gluon.jit
-def window_of(window, channel, place_stride, live, W: gl.constexpr):
+def window_of(window, channel, place_stride, live, W):
     """The `W - 1` inputs of a channel that its window keeps."""
     kept = ()
     for tap in gl.static_range(W - 1):
@@ -49,7 +48,7 @@ def window_of(window, channel, place_stride, live, W: gl.constexpr):
 
 
 @gluon.jit
-def filter_of(filters, bias, in_bias, tap_stride, W: gl.constexpr):
+def filter_of(filters, bias, in_bias, tap_stride, W):
     """The `W` taps of a channel, and its bias if there is one."""
     taps = ()
     for tap in gl.static_range(W):
@@ -81,12 +80,9 @@ def roll(window, kept, x, channel, place_stride, live):
 
 
 @gluon.jit
-def rows_of(
-    v, weight, weight_channel, weight_tap, bias, value_channels, g, beta, z, A_log, dt_bias, head,
-    K: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """Of a value head what lies in no slot: input and filter of `v`, the gate's input, bias and rate, write strength, output
-    gate. As it lies in memory: what is worked out here would wait for memory ahead of the loads that follow."""
+def rows_of(v, weight, weight_channel, weight_tap, bias, value_channels, g, beta, z, A_log, dt_bias, head, K, W):
+    """Loads what lies in no slot, of a value head: input and filter of `v`, the gate's input, bias and rate, write strength,
+    output gate. As it lies in memory: what is worked out here would wait for memory ahead of the loads that follow."""
     channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     of_v = head.to(gl.int32) * K + channel
     row_bias = 0.0
@@ -100,7 +96,7 @@ def rows_of(
 
 
 @gluon.jit
-def decay_of(row_g, row_bias, rate, lower_bound, GATE: gl.constexpr):
+def decay_of(row_g, row_bias, rate, lower_bound, GATE):
     """`exp` of the log decay, from what the gate is made of."""
     rate = gl.exp2(rate.to(gl.float32) * LOG2E)
     return gl.exp2(exact_log2_decay(row_g.to(gl.float32) + row_bias.to(gl.float32), rate, lower_bound, GATE))
@@ -115,14 +111,14 @@ def slot_of(index, lowest, slots):
 
 
 @gluon.jit
-def copy_tiles(state_s, states, in_tile, read, TILES: gl.constexpr, SIZE: gl.constexpr):
+def copy_tiles(state_s, states, in_tile, read, TILES, SIZE):
     """Starts the copies of a state's tiles, zeros if nothing is `read`, each a group of copies."""
     for i in gl.static_range(TILES):
         copy_async(state_s[i], states + in_tile + i * SIZE, mask=everywhere(in_tile, read))
         async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=(*SCALARS, "first_ahead", "past_ahead"))
+@gluon.jit(do_not_specialize=SCALARS)
 def fused_decode_kernel(
     q, k, v, weight, bias, conv_state, g, beta, A_log, dt_bias, z, norm_weight, cu_seqlens, o,
     initial_state, final_state, starts, targets, accepted, lowest, slots, target_slots,
@@ -292,17 +288,10 @@ def fused_decode_kernel(
         gl.store(o + member * o_head + channel, y.to(o.dtype.element_ty))
 
 
-@dataclass(frozen=True)
-class HopperConfig:
-    """`max_registers`: of a thread. CTAs `ahead`, from the first to before the second, prefetch what lies in their slots."""
+def hopper_config(problem: Problem, sms: int) -> tuple[int, tuple[int, int]]:
+    """Registers of a thread, and the CTAs, from the first to before the second, that prefetch what lies in their slots.
 
-    max_registers: int
-    ahead: tuple[int, int]
-
-
-def hopper_config(problem: Problem, sms: int) -> HopperConfig:
-    """Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
-
+    Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
     With an SM for each, all CTAs prefetch: memory has nothing else to do. In more than four waves, too: most CTAs start while
     others load, and wait for nobody. Between, those that `prefetching_ctas` names, as in `decode`."""
     most = 168 if problem.state_dtype == torch.float32 else 128
@@ -311,26 +300,16 @@ def hopper_config(problem: Problem, sms: int) -> HopperConfig:
     an_sm = min(REGISTERS // (problem.V * most), SHARED_BYTES // (state + rows + 1024))
     ctas = problem.N * problem.H
     wave = sms * an_sm
-    if ctas <= sms or ctas > 4 * wave:
-        return HopperConfig(most, (0, ctas))
-    return HopperConfig(most, prefetching_ctas(ctas, wave))
+    all_ahead = ctas <= sms or ctas > 4 * wave
+    return most, (0, ctas) if all_ahead else prefetching_ctas(ctas, wave)
 
 
-def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """Where states lie on no 16 bytes, the portable kernel."""
-    (launch,) = portable.fused_kda_decode(problem, t, arch, outputs)
-    given = dict(zip(fused_decode_kernel.arg_names, launch.arguments))
-    if not aligned(given["initial_state"], 16):
-        return [launch]
-    names = ("K", "V", "W", "GROUP", "CHANNELS", "GATE", "BETA", "L2NORM")  # in the kernel's order
-    c = hopper_config(problem, sm_count(t.q.device))
-    return [
-        replace(
-            launch,
-            kernel=fused_decode_kernel,
-            arguments=(*launch.arguments, *c.ahead),
-            constants={name: launch.constants[name] for name in names},
-            num_warps=problem.V // 32,
-            max_registers=c.max_registers,
-        )
-    ]
+def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+    """A step of the layer. None where states lie on no 16 bytes."""
+    assert t.state_pool is not None
+    if not aligned(t.state_pool, 16):
+        return None
+    registers, (first, past) = hopper_config(problem, sm_count(t.q.device))
+    own = dict(fused_arguments(problem, t, outputs["o"]), first_ahead=first, past_ahead=past)
+    bound = bind(fused_decode_kernel, problem, t, own)
+    return [Launch(fused_decode_kernel, problem.N * problem.H, *bound, problem.V // 32, registers, overlaps=True)]

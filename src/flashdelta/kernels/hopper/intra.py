@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.finish import ByHead
 from ..stages.launch import chunks
 from ..stages.wy import Parts
@@ -43,15 +44,11 @@ from .device.math import (
 )
 from .device.portable import beta_gradient, decay_rate
 from .device.tile_scheduler import chunk_tile, first_tile
-from .launch import stride_div8, strides
-
-_STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
-"""Arguments whose values leave the machine code as it is."""
+from .launch import bind_div8
 
 
 @gluon.jit
-def store_no_partials(partial_A_log, partial_dt_bias, chunk, K: gl.constexpr):
+def store_no_partials(partial_A_log, partial_dt_bias, chunk, K):
     """Zeros for a slot without a chunk."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     column = gl.arange(0, K, layout=layout)
@@ -74,7 +71,7 @@ def store_pairs_by_distance(near_s, far_s):
 
 @gluon.jit
 def level_pairs(level_s, matrix_s, level):
-    """Of a matrix the pairs (i, j) of one block of `2 << level` rows with i in its second half and j in its first."""
+    """Pairs (i, j) of a matrix in one block of `2 << level` rows with i in its second half and j in its first."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     row, column = row_column(C, C, copy_l)
     i = row >> level
@@ -99,9 +96,7 @@ def replace_decays(last_rows):
 
 
 @gluon.jit
-def bounded_pairs(
-    k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
-):
+def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K):
     """From log decays in `high_s + low_s`: the gradients of `q_i` and `k_i` (for beta 1) as left operands, of `k_j` as a right
     one, and of G. `rows`: factors of a key's row on the right, of a query's and of a key's on the left. `last_rows`: see
     `replace_decays`."""
@@ -144,8 +139,7 @@ def bounded_pairs(
 
 @gluon.jit
 def all_pairs(
-    k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows,
-    acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr,
+    k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K,
 ):  # fmt: skip
     """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices, and `by_row_s` the rows'
     factors."""
@@ -192,7 +186,7 @@ def all_pairs(
     return sum_q, sum_left, sum_right, G
 
 
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, out_q, out_k,
     out_g, out_beta, partial_A_log, partial_dt_bias, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
@@ -366,27 +360,13 @@ def intra_kernel(
         gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
 
 
-def intra(problem: Problem, t: Tensors, parts: Parts, heads: ByHead) -> Launch:
+def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
+    prefetch = problem.K == 128 and problem.g_dtype == torch.bfloat16
+    own = dict(**parts.arguments(), **heads.arguments(), PREFETCH=prefetch)
     return Launch(
         intra_kernel,
         chunks(problem),
-        (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
-            *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
-            *(heads.q, heads.k, heads.g, heads.beta, heads.A_log, heads.dt_bias),
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.HV, problem.group, problem.slots),
-            *stride_div8(t.q, t.k, t.g),
-            *strides(t.beta),
-        ),
-        dict(
-            K=problem.K,
-            GATE=problem.gate,
-            SAFE=problem.safe_gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            PREFETCH=problem.K == 128 and problem.g_dtype == torch.bfloat16,
-        ),
+        *bind_div8(intra_kernel, problem, t, own),
         num_warps=4 * (problem.K // 64),
         scratch=(*parts.buffers, *heads.buffers(problem)),
     )

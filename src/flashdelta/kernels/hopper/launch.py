@@ -1,12 +1,15 @@
-"""What the launchers of all stages share: the call's inputs as kernels read them, the workspace, tensor descriptors."""
+"""Helpers of all launchers: the call's inputs as kernels read them, the workspace, tensor descriptors."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import JITFunction
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import sm_count
@@ -21,7 +24,7 @@ SHARED_MEMORY = 232_448
 """Bytes a CTA may use."""
 
 MOST_CTAS = 144
-"""Of `recurrence`: no Hopper GPU has more SMs."""
+"""Most CTAs of `recurrence`: no Hopper GPU has more SMs."""
 
 
 FLAGS = 256
@@ -29,8 +32,8 @@ FLAGS = 256
 
 
 def layout(problem: Problem) -> Layout:
-    """What `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and head) and
-    `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
+    """Layout of what `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and
+    head) and `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
     stored theirs."""
     chunks = problem.B * problem.slots * problem.HV
     # a tensor descriptor must have a row, even if there is no chunk to fetch
@@ -44,8 +47,8 @@ def layout(problem: Problem) -> Layout:
 
 
 def steps_layout(problem: Problem) -> Layout:
-    """What `prepare_steps` leaves for `recurrence`: `tiles` (-w, qa and kb by halves of K, inverse beside Aqk of each chunk and
-    head) and `decay`, four of a channel; the rest as in `layout`."""
+    """Layout of what `prepare_steps` leaves for `recurrence`: `tiles` (-w, qa and kb by halves of K, inverse beside Aqk of each
+    chunk and head) and `decay`, four of a channel; the rest as in `layout`."""
     chunks = problem.B * problem.slots * problem.HV
     rows = max(chunks * (3 * (problem.K // TILE) + 1), 1) * TILE
     own = {"tiles": ((rows, TILE), torch.bfloat16), "decay": ((chunks * 4 * problem.K,), torch.float32)}
@@ -53,7 +56,7 @@ def steps_layout(problem: Problem) -> Layout:
 
 
 def work_tiles(problem: Problem) -> int:
-    """Of `recurrence`: sequences, value heads and slices of 64 value channels."""
+    """Counts the work tiles of `recurrence`: sequences, value heads and slices of 64 value channels."""
     return problem.N * problem.HV * (problem.V // TILE)
 
 
@@ -62,13 +65,13 @@ FAR = 2**31
 
 
 def near(x: torch.Tensor, unit: int) -> bool:
-    """Whether strides fit, in multiples of `unit` elements."""
+    """Says whether strides fit, in multiples of `unit` elements."""
     return all(n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride()))
 
 
 def aligned(x: torch.Tensor, unit: int = 8) -> bool:
-    """Whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in most
-    kernels."""
+    """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
+    most kernels."""
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1]) and near(x, 8)
 
 
@@ -89,7 +92,7 @@ def prepare_wy_inputs(t: Tensors) -> Inputs:
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:
-    """Of the workspace's."""
+    """A descriptor of the workspace's tiles."""
     return describe(x, (TILE, TILE))
 
 
@@ -103,14 +106,17 @@ def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayo
     return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
 
 
-def strides(*tensors: torch.Tensor) -> list[int]:
-    """Of the batch, the token and the head. One row of a batch may have any stride, which nobody needs."""
-    return [s for x in tensors for s in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3])]
+def stride_div8(name: str, x: torch.Tensor, axis: int) -> int:
+    """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
+    stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
+    return stride if name == "beta" else stride // 8
 
 
-def stride_div8(*tensors: torch.Tensor) -> list[int]:
-    """Strides in units of 8 elements."""
-    return [s // 8 for s in strides(*tensors)]
+def bind_div8(
+    kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]
+) -> tuple[tuple, dict[str, Any]]:
+    """`stages/launch.py: bind`, with strides as the kernels over chunks take them."""
+    return portable.bind(kernel, problem, t, own, stride_div8)
 
 
 def ctas(slices: int, device: torch.device) -> int:
@@ -120,7 +126,7 @@ def ctas(slices: int, device: torch.device) -> int:
 
 
 def overlaps_prepare(call: portable.StageCall) -> bool:
-    """Whether `recurrence` starts while `prepare` ends: where its work tiles take a quarter of the SMs at most. With more,
+    """Says whether `recurrence` starts while `prepare` ends: where its work tiles take a quarter of the SMs at most. With more,
     slices of a head would land where room is, and not on two SMs that share what they fetch: that costs more than it brings."""
     problem = call.problem
     follows = problem.ranks == 1 and not call.may_split

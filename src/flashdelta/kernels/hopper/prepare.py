@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...problem.problem import Problem
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
 from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, position, store_block, store_tile
@@ -50,14 +51,8 @@ from .device.math import (
 from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, overlaps_prepare, stride_div8, strides
+from .launch import FLAGS, bind_div8, overlaps_prepare
 from .segments import SPLIT_COSTS, plan_segments, room
-
-_STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)
-"""Arguments whose values leave the machine code as it is."""
-PLANNED = ("room", "split", "batch_invariant")
-"""More of them: for the plan of segments."""
 
 # registers of four warps; a thread has all tokens that it sums over
 BLOCK = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
@@ -134,7 +129,7 @@ class Buffers:
 
 
 @gluon.jit
-def make_buffers(dt_bias, KH: gl.constexpr):
+def make_buffers(dt_bias, KH):
     pair0 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     pair1 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     right0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
@@ -156,7 +151,7 @@ def make_buffers(dt_bias, KH: gl.constexpr):
 
 
 @gluon.jit
-def load_bias(dt_bias, head, K: gl.constexpr):
+def load_bias(dt_bias, head, K):
     """The gate's bias of a value head, `[K]`. Volatile, as the rate is."""
     channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
@@ -177,7 +172,7 @@ def copy_pair(shared, first, first_token, first_count, second, second_token, sec
 
 
 @gluon.jit
-def copy_tokens(shared, x, x_token, count, TOKENS: gl.constexpr):
+def copy_tokens(shared, x, x_token, count, TOKENS):
     """Starts the copy of `TOKENS` rows, all channels, to `shared [halves * TOKENS, 64]`. Zeros from `count` on."""
     row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
@@ -199,7 +194,7 @@ def load_gate(buffers, h, dtype: gl.constexpr):
 
 
 @gluon.jit
-def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
+def row_factors(pair_s, scale, KEYS_FIRST, L2NORM):
     """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
     `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
@@ -223,7 +218,7 @@ def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
 
 
 @gluon.jit
-def store_norms(buffers, scale, L2NORM: gl.constexpr):
+def store_norms(buffers, scale, L2NORM):
     buffers.norm0.reshape([4, 16]).store(row_factors(buffers.pairs(0), scale, True, L2NORM))
     buffers.norm1.reshape([4, 16]).store(row_factors(buffers.pairs(1), scale, False, L2NORM))
 
@@ -238,7 +233,7 @@ def pair_factors(norm_s):
 
 
 @gluon.jit
-def decay_steps(x, bias, rate, unit_s, GATE: gl.constexpr, SAFE: gl.constexpr):
+def decay_steps(x, bias, rate, unit_s, GATE, SAFE):
     """Log2 decays `[4, 8, 64]` of a block's rows."""
     unit = unit_s.reshape([4, 8]).load(gl.SliceLayout(2, BLOCK))[:, :, None]
     step = gate(widen(x), bias, rate, GATE) * unit
@@ -262,7 +257,7 @@ def running_sums(step):
 
 
 @gluon.jit
-def half_sums(buffers, h, rate, dtype: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr):
+def half_sums(buffers, h, rate, dtype: gl.constexpr, GATE, SAFE):
     """`running_sums` of both blocks for half `h` of the channels, and the sub-chunks' totals `[2, 4, 64]`."""
     bias = 0.0
     if buffers.bias is not None:
@@ -396,7 +391,7 @@ def store_inverse_parts(X, D_s, n_s, I_n_s):
 
 
 @gluon.jit
-def store_sums(buffers, rate, dtype: gl.constexpr, GATE: gl.constexpr):
+def store_sums(buffers, rate, dtype: gl.constexpr, GATE):
     """Unbounded decays: stores the sums of log decays, and gives the least of half a block, by channel."""
     lowest = gl.zeros((64,), gl.float32, layout=COLUMNS)
     for h in range(buffers.KH):
@@ -411,10 +406,7 @@ def store_sums(buffers, rate, dtype: gl.constexpr, GATE: gl.constexpr):
 
 
 @gluon.jit
-def bounded_pairs(
-    buffers, tiles, decay, column, rate, scale,
-    dtype: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
-):  # fmt: skip
+def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM):
     """Stores `qg`, `kg` and `decay`, and leaves `k a` in the pairs. Accumulators `[64, 32]`: `upper`, of pair 0 by block 0's
     columns; `lower` and `right`, of pair 1 by block 0's and by block 1's.
 
@@ -669,7 +661,7 @@ def store_w(tiles, high, low, buffers):
     store_tile(tiles, w * buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :], 0)
 
 
-@gluon.jit(do_not_specialize=(*SCALARS, *PLANNED))
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     tiles, decay, semaphores, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
@@ -825,31 +817,18 @@ def grid(problem: Problem) -> tuple[int, int]:
 
 
 def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
-    problem, t, workspace = call.problem, call.t, call.workspace
+    problem = call.problem
     ctas, rows = grid(problem)
-    plan = workspace["first_segment"] if call.forms_segments else None
+    plan = call.workspace["first_segment"] if call.forms_segments else None
+    own = dict(
+        **call.left("tiles", "decay", "semaphores"),
+        **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.q.device)),
+        **dict(FLAGS=FLAGS, COSTS=astuple(SPLIT_COSTS), OVERLAPS=plan is not None or overlaps_prepare(call)),
+    )
     return Launch(
         prepare_kernel,
         ctas + (plan is not None),
-        (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(*workspace.select("tiles", "decay", "semaphores"), plan, Akk_inv),
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
-            *stride_div8(t.q, t.k, t.g),
-            *strides(t.beta),
-            *(room(problem, t.q.device), problem.split, int(problem.batch_invariant)),
-        ),
-        dict(
-            K=problem.K,
-            GATE=problem.gate,
-            SAFE=problem.safe_gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            FLAGS=FLAGS,
-            COSTS=astuple(SPLIT_COSTS),
-            OVERLAPS=plan is not None or overlaps_prepare(call),
-        ),
+        *bind_div8(prepare_kernel, problem, call.t, own),
         num_warps=4,
         scratch=call.buffers,
         # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)

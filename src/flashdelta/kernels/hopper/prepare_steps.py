@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall
 from .device.compat import barrier, reinterpret, store_tile
 from .device.layouts import ACC, ACC_HALF, beside
@@ -59,14 +60,15 @@ from .device.math import (
 )
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, stride_div8, strides, tiles
-from .prepare import FLAT, GRAM, PLAIN, SCALARS, TILE, copy_tokens, grid, load_bias, row_factors, running_sums, weighted
+from .launch import FLAGS, bind_div8, tiles
+from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, row_factors, running_sums, weighted
 
 
 @gluon.constexpr_function
 def part_layout(KH: int) -> gl.BlockedLayout:
-    """Of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 a warp has a
-    step of a half of the channels, and a part is half of each step; with K = 64 a warp has half a step, a part all rows."""
+    """The layout of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 a
+    warp has a step of a half of the channels, and a part is half of each step; with K = 64 a warp has half a step, a part all
+    rows."""
     return gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [KH, 2, 2 // KH, 1, 1], [4, 3, 2, 1, 0])
 
 
@@ -86,14 +88,14 @@ STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
 @gluon.jit
 def part(shared, i: gl.constexpr):
-    """Of a chunk with K = 128 the rows before the references, or from them on; with K = 64 all rows."""
+    """The rows before the references of a chunk with K = 128, or from them on; with K = 64 all rows."""
     KH: gl.constexpr = shared.shape[0] // 64
     return shared.reshape([KH, 2, 2, 16, 64]).slice(i * (2 // KH), 2 // KH, 2)
 
 
 @gluon.jit
-def row_values(shared, i: gl.constexpr, KH: gl.constexpr):
-    """Of the rows of a part."""
+def row_values(shared, i: gl.constexpr, KH):
+    """Values of the rows of a part."""
     rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH)))
     return shared.reshape([2, 2, 16]).slice(i * (2 // KH), 2 // KH, 1).load(rows_l)[None, :, :, :, None]
 
@@ -106,7 +108,7 @@ def exp2_negative_abs(x):
 
 
 @gluon.jit
-def unbounded_gate(x, bias, GATE: gl.constexpr, FINITE: gl.constexpr):
+def unbounded_gate(x, bias, GATE, FINITE):
     """`gate` for gates without a bound, with `bias` in log2. Unless `FINITE`, which takes two instructions more, some that are
     about -88 or less come out as infinite."""
     gl.static_assert(
@@ -122,8 +124,8 @@ def unbounded_gate(x, bias, GATE: gl.constexpr, FINITE: gl.constexpr):
 
 @gluon.jit
 def may_fit(bias_s, rate):
-    """Whether 16 rows with 0 as the gate's input decay by no more than exp(-80) in every channel; where not, hardly a chunk
-    fits. `bias_s [K]`: in log2."""
+    """Says whether 16 rows with 0 as the gate's input decay by no more than exp(-80) in every channel; where not, hardly a
+    chunk fits. `bias_s [K]`: in log2."""
     biases = bias_s.reshape([32, bias_s.shape[0] // 32]).load(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
     # where rate * log2(1 + exp2(bias)) is a sixteenth of the bound
     limit = log2(exp2((LOWEST_HALF / -16) / rate) - 1.0)
@@ -141,7 +143,7 @@ def part_sums(step):
 
 
 @gluon.jit
-def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr):
+def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE, SAFE):
     """`part_sums` of part `i`, from the gate's input."""
     KH: gl.constexpr = g_s.shape[0] // 64
     x = widen(part(g_s, i).load(part_layout(KH)))
@@ -150,7 +152,7 @@ def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE: gl.constexpr, S
 
 
 @gluon.jit
-def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIES_FIRST: gl.constexpr = False):
+def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIES_FIRST=False):
     """Makes operands of a part's keys and queries, in their place, and right operands, from log2 decays `d` since the
     reference. `QUERIES_FIRST`: the order in which registers suffice for all rows of a packed chunk at once, where gates are
     bounded."""
@@ -263,7 +265,7 @@ def of_steps(first, last, below):
 
 
 @gluon.jit
-def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE: gl.constexpr):
+def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE):
     """`A` and `Aqk` `[64, 32]` of each row's own step for any decay, and the operands and decays of `recurrence`.
 
     Pairs within 8 rows split at row 4, both factors at most exp(80) by the clamp. Rows 8 .. 15 meet the first 8 as those lie,
@@ -435,7 +437,7 @@ def step_operands(x):
     return left0, right0, left1, right1
 
 
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_steps_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     tiles_d, decay, semaphores, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
@@ -667,20 +669,13 @@ def prepare_steps_kernel(
 
 
 def prepare_steps(call: StageCall) -> Launch:
-    problem, t, workspace = call.problem, call.t, call.workspace
+    problem = call.problem
     ctas, rows = grid(problem)
+    own = dict(call.left("decay", "semaphores"), tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS)
     return Launch(
         prepare_steps_kernel,
         ctas,
-        (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(tiles(workspace["tiles"]), *workspace.select("decay", "semaphores")),
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
-            *stride_div8(t.q, t.k, t.g),
-            *strides(t.beta),
-        ),
-        dict(K=problem.K, GATE=problem.gate, BETA=problem.beta_kind, FLAGS=FLAGS, SAFE=problem.safe_gate),
+        *bind_div8(prepare_steps_kernel, problem, call.t, own),
         num_warps=4,
         scratch=call.buffers,
         # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill

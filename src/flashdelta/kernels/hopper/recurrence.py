@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...problem.problem import Problem
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, checkpoint_arguments, packet_arguments, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
@@ -46,10 +47,10 @@ from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, ctas, overlaps_prepare, stages, stride_div8, tiles, work_tiles
+from .launch import TILE, bind_div8, ctas, overlaps_prepare, stages, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
-"""What the loader says of a chunk where checkpoints cut sequences: its first token, its tokens, the slot for the
+"""A chunk as the loader describes it where checkpoints cut sequences: its first token, its tokens, the slot for the
 state after it, the next span if that ends there, too (both -1 for none), and the work tile's chunks."""
 FIELDS = gl.constexpr(8)
 
@@ -70,7 +71,7 @@ def described(info, stage, field: gl.constexpr):
 
 @gluon.jit
 def chunk_of(info, stage):
-    """What `describe` said of the chunk: its first token, its tokens, and where the state after it goes."""
+    """The chunk as `describe` found it: its first token, its tokens, and where the state after it goes."""
     token, count = described(info, stage, TOKEN), described(info, stage, COUNT)
     return token, count, described(info, stage, SLOT), described(info, stage, SPAN)
 
@@ -82,10 +83,7 @@ def tiles_of_chunk(K, STEPS):
 
 
 @gluon.jit
-def load(
-    tiles_d, decay, v, ring, info, scheduler, target, strides,
-    K: gl.constexpr, STEPS: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
+def load(tiles_d, decay, v, ring, info, scheduler, target, strides, K, STEPS, OUTPUT):
     """The loader: one warp that keeps the ring full, without the tiles `qg` and `Aqk` where there is no `OUTPUT`. It is ahead
     of the warps that compute, so these read offsets and indices of checkpoints only where several lie after one token."""
     slice_ = scheduler.slice()
@@ -132,13 +130,13 @@ def load(
 
 
 @gluon.jit
-def rows_of_step(ring, stage, tile: gl.constexpr, STEP: gl.constexpr):
+def rows_of_step(ring, stage, tile: gl.constexpr, STEP):
     """`[32, 64]`: of a tile of a stage."""
     return ring.tile(stage, tile).slice(32 * STEP, 32)
 
 
 @gluon.jit
-def new_values(ring, s, STEP: gl.constexpr, inverse, state0, state1, v_t, KH: gl.constexpr):
+def new_values(ring, s, STEP, inverse, state0, state1, v_t, KH):
     """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T` and `v_new^T` `[64, 32]`:
 
         S' = exp(G_m) S        v_new = inverse v - w S'
@@ -162,7 +160,7 @@ def new_values(ring, s, STEP: gl.constexpr, inverse, state0, state1, v_t, KH: gl
 
 
 @gluon.jit
-def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
+def start_step(ring, s, STEP, state0, state1, v_t, KH):
     """`new_values`, and the first summand of the output:
 
         o = qa S' + Aqk v_new        S = exp(G_C - G_m) (S' + kb^T v_new)
@@ -180,7 +178,7 @@ def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexp
 
 
 @gluon.jit
-def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, left0, left1, KH: gl.constexpr):
+def end_step(ring, s, STEP, state0, state1, v_new_t, out, v_t, left0, left1, KH):
     """The states after the step that `start_step` began, and `o^T [64, 32]`."""
     KB: gl.constexpr = 2 * KH
     Aqk = rows_of_step(ring, s, 3 * KH, STEP).slice(32, 32, 1)
@@ -200,10 +198,7 @@ def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, lef
 
 
 @gluon.jit
-def store_inside(
-    row, value, key, iteration, state0, state1,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def store_inside(row, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS):
     """Stores a state inside the loop over chunks. Its offsets are worked out where they are needed: before the loop, where the
     compiler would have them, they take registers from all of it."""
     # K, V and V_FIRST are parameters of their own, here and below: as constants in a tuple Triton 3.6 fails on them for K = 64
@@ -218,7 +213,7 @@ def store_inside(
 
 @gluon.jit
 def span_checkpoint(scheduler, tile, span, stop, target):
-    """Of a span that ends at token `stop`: the slot for the state there, and the next span if that ends there, too; -1 for
+    """The slot for the state where a span ends, at token `stop`, and the next span if that ends there, too; -1 for
     none. A sequence's last span ends with the final state."""
     indices, _, _, lowest, most = target
     slot, stored = checkpoint_slot(
@@ -231,8 +226,7 @@ def span_checkpoint(scheduler, tile, span, stop, target):
 
 @gluon.jit
 def store_checkpoints(
-    scheduler, tile, stop, slot, span, target, value, key, iteration, state0, state1,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
+    scheduler, tile, stop, slot, span, target, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS,
 ):  # fmt: skip
     """The states after token `stop`: in `slot`, and in those of spans from `span` on that end there, too; -1 for none."""
     _, states, pitch, _, _ = target
@@ -246,10 +240,7 @@ def store_checkpoints(
 
 
 @gluon.jit
-def compute(
-    ring, info, o_s, outputs, states, starting, scheduler, strides,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, H_V_FIRST: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V, V_FIRST, H_V_FIRST, STEPS):
     """The consumer: four warps that carry a tile's state from chunk to chunk. What follows are chunks of 64 tokens; with
     `STEPS` a chunk is two steps of 32, each a `start_step` and an `end_step`, and its stage has one tile less.
 
@@ -301,7 +292,7 @@ def compute(
     # which 0 keeps the last state's offsets apart from the first's. In two cases one of the compilers would spill with
     # `hidden_zero`; in the backward pass of a split 3.9 with two counts instead of their sum, in stream-K 3.6 with the sum
     SUM: gl.constexpr = v_new is not None and scheduler.first_segment is not None
-    ZERO: gl.constexpr = "two counts" if scheduler.tile_range is not None else "their sum" if SUM else "hidden"
+    ADDRESS_BARRIER: gl.constexpr = "counts" if scheduler.tile_range is not None else "count_sum" if SUM else "hidden"
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
@@ -335,7 +326,7 @@ def compute(
             total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
-        hidden = hidden_zero(iteration) if ZERO == "hidden" else 0
+        hidden = hidden_zero(iteration) if ADDRESS_BARRIER == "hidden" else 0
         at = own * state_pitch + state_offsets(head * K * V, value + hidden, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
@@ -356,7 +347,7 @@ def compute(
             if total > 0:
                 total = described(info, ring.wait(iteration), CHUNKS)
         first = iteration
-        if ZERO == "their sum":
+        if ADDRESS_BARRIER == "count_sum":
             past = iteration + total
         if total > 0:
             done = zero.to(gl.bfloat16)
@@ -442,7 +433,7 @@ def compute(
                         done_token, done_count, wanted, further = chunk_of(info, s)
                     # the last chunk loads its own v again, which nobody uses
                     iteration += 1
-                    last = past - 1 if ZERO == "their sum" else first + total - 1
+                    last = past - 1 if ADDRESS_BARRIER == "count_sum" else first + total - 1
                     ahead = ring.wait(gl.minimum(iteration, last))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
                     if not OUTPUT:
@@ -468,10 +459,10 @@ def compute(
             if OUTPUT:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now
-        if ZERO == "hidden":
+        if ADDRESS_BARRIER == "hidden":
             nothing = hidden_zero(iteration)
         else:
-            nothing = (iteration - past if ZERO == "their sum" else iteration - first - total) * 16
+            nothing = (iteration - past if ADDRESS_BARRIER == "count_sum" else iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
@@ -491,25 +482,7 @@ def compute(
                 store_halves(packet, in_packet, 64, state0, state1, crosses.to(gl.int32), K, STEPS)
 
 
-_STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
-SCALARS = (
-    "lowest",
-    "pool_slots",
-    "has_initial",
-    "has_final",
-    "T",
-    "N",
-    "HV",
-    "slots",
-    "checkpoints",
-    "checkpoint_every",
-    "checkpoint_rows",
-    *_STRIDES,
-)
-"""Arguments whose values leave the machine code as it is."""
-
-
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def recurrence_kernel(
     tiles_d, decay, v, o, h, v_new, cu_seqlens,
     checkpoint_offsets, checkpoint_indices, checkpoint_states, checkpoint_every,
@@ -574,9 +547,9 @@ MOST_WAVES = 10
 
 
 def stream_k_pays(problem: Problem, ctas: int) -> bool:
-    """Whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the last
-    wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and leaves less
-    to work out at each change of tile."""
+    """Says whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the
+    last wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and leaves
+    less to work out at each change of tile."""
     waves, last = work_tiles(problem) / ctas, problem.HV * (problem.V // TILE) / ctas
     return 1 < waves < MOST_WAVES and any(n > 1 and n < FULL_WAVE * math.ceil(n) for n in (waves, last))
 
@@ -590,35 +563,24 @@ def recurrence(
     steps: bool = False,
 ) -> Launch:
     """With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after `prepare_steps`."""
-    problem, t, workspace = call.problem, call.t, call.workspace
+    problem, t = call.problem, call.t
     most = ctas(problem.V // TILE, t.v.device)
     overlaps = not steps and overlaps_prepare(call)
     fetched = 1 + (2 * problem.K // TILE + 1 if o is None else tiles_of_chunk(problem.K, steps))
+    own = dict(
+        **call.left("decay", "carry", "semaphores", "first_segment", "starts"),
+        **dict(tiles_d=tiles(call.workspace["tiles"]), o=o, h=h, v_new=v_new),
+        **dict(checkpoint_arguments(problem, t) | packet_arguments(call) | state_arguments(problem, t, final_state)),
+        H_V_FIRST=problem.state_v_first or v_new is not None,
+        # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
+        STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
+        STREAM_K=not call.may_split and stream_k_pays(problem, most),
+        **dict(STEPS=steps, OVERLAPS=overlaps),
+    )
     return Launch(
         recurrence_kernel,
         most if call.may_split and problem.N > 0 else min(work_tiles(problem), most),
-        (
-            tiles(workspace["tiles"]),
-            workspace["decay"],
-            *(t.v, o, h, v_new),
-            *(t.cu_seqlens, *checkpoint_arguments(problem, t)),
-            *workspace.select("carry", "semaphores", "first_segment", "starts"),
-            *packet_arguments(call),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *stride_div8(t.v, t.v if o is None else o),
-        ),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            V_FIRST=problem.state_v_first,
-            H_V_FIRST=problem.state_v_first or v_new is not None,
-            # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
-            STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
-            STREAM_K=not call.may_split and stream_k_pays(problem, most),
-            STEPS=steps,
-            OVERLAPS=overlaps,
-        ),
+        *bind_div8(recurrence_kernel, problem, t, own),
         num_warps=4,
         overlaps=overlaps,
         scratch=call.buffers,

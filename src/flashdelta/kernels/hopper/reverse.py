@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ..stages.backward_pass import Kept, Scanned, reverse_scratch
-from ..stages.launch import or_empty
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.backward_pass import Kept, Scanned, reverse_arguments, reverse_scratch
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -39,7 +39,7 @@ from .device.math import hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring
 from .device.portable import crossing_packet, state_offsets
 from .device.tile_scheduler import TileScheduler, rows_before
-from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
+from .launch import TILE, bind_div8, ctas, stages, tiles, work_tiles
 
 
 @gluon.jit
@@ -52,14 +52,14 @@ def wanted_chunks(tile, offsets):
 
 
 @gluon.jit
-def own_offsets(n, head, HV, value, key, iteration, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
-    """Of the elements of state `n` of a head, worked out anew."""
+def own_offsets(n, head, HV, value, key, iteration, K, V, V_FIRST):
+    """Offsets of the elements of state `n` of a head, worked out anew."""
     first = (n.to(gl.int64) * HV + head) * (K * V)
     return state_offsets(first, value + hidden_zero(iteration), key, K, V, V_FIRST)
 
 
 @gluon.jit
-def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K: gl.constexpr):
+def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K):
     """The loader: one warp that keeps the ring full, of each chunk with all tiles but `inverse`."""
     HV = scheduler.HV
     slice_ = scheduler.slice()
@@ -91,10 +91,7 @@ def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K: gl.conste
 
 
 @gluon.jit
-def compute(
-    ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr,
-):  # fmt: skip
+def compute(ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler, K, V, V_FIRST):
     """The consumer: four warps that carry a tile's gradient from chunk to chunk. What a chunk leaves goes to memory during the
     next one's first MMAs. No MMA is in flight from chunk to chunk, as in `recurrence`."""
     grad_v_new, grad_h, grad_initial, border, packet = outputs
@@ -209,12 +206,7 @@ def compute(
             store_halves(packet, in_packet, NEXT, state0, state1, crosses.to(gl.int32), K)
 
 
-_STRIDES = [f"o_{dim}" for dim in ("batch", "token", "head")]
-SCALARS = ("has_initial", "has_final", "T", "N", "HV", "slots", *_STRIDES)
-"""Arguments whose values leave the machine code as it is."""
-
-
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def reverse_kernel(
     tiles_d, decay, grad_o, grad_final, grad_v_new, grad_h,
     grad_initial, first_segment, offsets, ends, border, packet, cu_seqlens,
@@ -244,6 +236,7 @@ def reverse_kernel(
 def reverse(
     problem: Problem,
     t: Tensors,
+    arch: int,
     kept: Kept,
     scanned: Scanned | None,
     dht: Tensor | None,
@@ -251,25 +244,16 @@ def reverse(
     packet: Tensor | None,
 ) -> Launch:
     """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
-    final, initial = or_empty(problem, t, dht, dh0)
     most = ctas(problem.V // TILE, t.q.device)
+    own = dict(
+        **reverse_arguments(problem, t, kept, scanned, dht, dh0, packet),
+        **dict(tiles_d=tiles(kept.workspace["tiles"]), decay=kept.workspace["decay"]),
+        STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
+    )
     return Launch(
         reverse_kernel,
         most if kept.split and problem.N > 0 else min(work_tiles(problem), most),
-        (
-            *(tiles(kept.workspace["tiles"]), kept.workspace["decay"], t.do),
-            *(final, *((None, None) if scanned is None else (scanned.dv, scanned.dh)), initial),
-            *(*kept.segments(scanned), None if packet is None else t.border, packet),
-            *(t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
-            *(problem.T, problem.N, problem.HV, problem.slots),
-            *stride_div8(t.do),
-        ),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            V_FIRST=problem.state_v_first,
-            STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
-        ),
+        *bind_div8(reverse_kernel, problem, t, own),
         num_warps=4,
-        scratch=reverse_scratch(kept, scanned, final, initial, packet),
+        scratch=reverse_scratch(kept, scanned, own),
     )

@@ -9,6 +9,7 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from ...problem.problem import AUTO, Problem
 from ...problem.split import SplitCosts, segments_of_call
 from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
+from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, segment_layout, state_arguments
-from ..stages.segments import compose
+from ..stages.segments import compose, transition_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import ACC, BV, LEFT, LINES, C, as_left, from_lines, load_halves, loader_offsets, store_halves
 from .device.math import column_halves, hidden_zero, mma, mma_first, wide
@@ -31,14 +33,13 @@ from .device.portable import chunks_of, planned_segments, sequence_slot, span_co
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
 from .device.trial import may_forget, trial
-from .launch import MOST_CTAS, TILE, ctas, stages, stride_div8, tiles
+from .launch import MOST_CTAS, TILE, bind_div8, ctas, stages, tiles
 from .recurrence import new_values, rows_of_step
 
 
 @gluon.jit
 def plan_segments(
-    cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints, room, split, batch_invariant,
-    COSTS: gl.constexpr,
+    cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints, room, split, batch_invariant, COSTS,
 ):  # fmt: skip
     """`first_segment [N + 1]`: where each sequence's segments begin among all, for the whole CTA to write."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -72,7 +73,7 @@ def plan_segments(
 
 
 @gluon.jit
-def transition_count(scheduler, border, K: gl.constexpr):
+def transition_count(scheduler, border, K):
     if border is None:
         return scheduler.transition_count()
     else:
@@ -80,7 +81,7 @@ def transition_count(scheduler, border, K: gl.constexpr):
 
 
 @gluon.jit
-def transition_slice(scheduler, border, K: gl.constexpr):
+def transition_slice(scheduler, border, K):
     """The CTA's slice of the columns of M and b."""
     if border is None:
         return scheduler.slice()
@@ -89,7 +90,7 @@ def transition_slice(scheduler, border, K: gl.constexpr):
 
 
 @gluon.jit
-def transition(scheduler, border, k, K: gl.constexpr):
+def transition(scheduler, border, k, K):
     """The CTA's transition number `k`: of a segment, or of a sequence that goes on to the next rank."""
     if border is None:
         return scheduler.transition(k, K)
@@ -98,17 +99,15 @@ def transition(scheduler, border, k, K: gl.constexpr):
 
 
 @gluon.jit
-def is_tried(decay, scheduler, tile, chunks, K: gl.constexpr):
-    """Whether the last chunk of the transition is tried first. Loader and consumer each ask, and get the same answer: neither
-    waits for the other where nothing is tried."""
+def is_tried(decay, scheduler, tile, chunks, K):
+    """Says whether the last chunk of the transition is tried first. Loader and consumer each ask, and get the same answer:
+    neither waits for the other where nothing is tried."""
     last = (tile.slot + chunks - 1).to(gl.int32) * scheduler.HV + tile.head
     return may_forget(decay + last * K, chunks > 0, K)
 
 
 @gluon.jit
-def fetch(
-    sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr, STEPS: gl.constexpr
-):
+def fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K, STEPS):
     """Asks for `-w`, `kg` (in steps `kb`), `inverse`, v and decays of chunk `i` of a span."""
     tiles_d, decay, v = sources
     row, in_v, key, in_head, v_token, slice_ = offsets
@@ -133,7 +132,7 @@ def fetch(
 
 
 @gluon.jit
-def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr, STEPS: gl.constexpr):
+def load(sources, ring, decision, scheduler, border, strides, K, STEPS):
     """The loader: one warp that keeps the ring full. If a segment is tried, its last chunk comes first, and then all of them
     unless that forgets."""
     _tiles_d, decay, _v = sources
@@ -168,7 +167,7 @@ def tile_offsets(tile, at, strides):
 
 
 @gluon.jit
-def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K: gl.constexpr, STEPS: gl.constexpr):
+def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K, STEPS):
     """All chunks of the transition, if any is wanted."""
     offsets = tile_offsets(tile, at, strides)
     start = tile.begin
@@ -184,10 +183,7 @@ def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, 
 
 
 @gluon.jit
-def compute(
-    decay, ring, decision, forgets, results, states, scheduler, border,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def compute(decay, ring, decision, forgets, results, states, scheduler, border, K, V, V_FIRST, STEPS):
     """The consumer: four warps that carry 64 columns of M or b, transposed, from chunk to chunk."""
     slice_ = transition_slice(scheduler, border, K)
     STATE: gl.constexpr = ACC if STEPS else LINES
@@ -227,7 +223,7 @@ def compute(
 
 
 @gluon.jit
-def start_columns(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
+def start_columns(ring, s, STEP, state0, state1, v_t, KH):
     """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: what `recurrence` does to its state, to
     the bit. What it has of the stage but tiles, it has before it waits."""
     KB: gl.constexpr = KH
@@ -247,7 +243,7 @@ def start_columns(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.const
 
 
 @gluon.jit
-def end_columns(state0, state1, v_new_left, decay0, decay1, KH: gl.constexpr):
+def end_columns(state0, state1, v_new_left, decay0, decay1, KH):
     """The columns after the step that `start_columns` began."""
     if KH == 2:
         state0 = warpgroup_mma_wait(1, deps=[state0])
@@ -261,10 +257,7 @@ def end_columns(state0, state1, v_new_left, decay0, decay1, KH: gl.constexpr):
 
 
 @gluon.jit
-def scan(
-    ring, results, states, at, tile, place, chunks, iteration,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, TRIED: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def scan(ring, results, states, at, tile, place, chunks, iteration, K, V, V_FIRST, TRIED, STEPS):
     """The transition's columns, chunk by chunk, from `iteration` on. `TRIED`: after a trial, which may have run."""
     initial_state, state_pitch, has_initial, has_final, pool = states
     state_indices, has_initial_state, lowest, pool_slots = pool
@@ -336,7 +329,7 @@ def scan(
 
 
 @gluon.jit
-def store_columns(results, at, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr):
+def store_columns(results, at, tile, state0, state1, wanted, K, V, STEPS):
     """The CTA's 64 columns of M or b."""
     transitions, offsets, transition_pitch, offset_pitch = results
     slice_, column, key = at
@@ -348,15 +341,7 @@ def store_columns(results, at, tile, state0, state1, wanted, K: gl.constexpr, V:
         store_halves(offsets, in_b, 64, state0, state1, wanted, K, STEPS)
 
 
-_STRIDES = [f"v_{dim}" for dim in ("batch", "token", "head")]
-SCALARS = (
-    *("lowest", "pool_slots", "has_initial", "has_final", "T", "N", "HV", "slots", "checkpoints"),
-    *_STRIDES,
-)
-"""Arguments whose values leave the machine code as it is."""
-
-
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def transitions_kernel(
     tiles_d, decay, v, transitions, offsets, forgets, first_segment,
     border, cu_seqlens, checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state,
@@ -407,8 +392,8 @@ def room(problem: Problem, device: torch.device) -> int:
 
 
 def split_layout(problem: Problem, device: torch.device) -> Layout:
-    """What the stages of a split leave for each other, if sequences may be split. `forgets`: which segments, by their last
-    chunk, forget all before them."""
+    """Layout of what the stages of a split leave for each other, if sequences may be split. `forgets`: which segments, by their
+    last chunk, forget all before them."""
     found = segment_layout(problem, segments_of_call(problem, room(problem, device), SPLIT_COSTS))
     if found and may_try(problem):
         return {**found, "forgets": (found["starts"][0][:2], torch.int32)}
@@ -422,39 +407,29 @@ def may_try(problem: Problem) -> bool:
 
 
 def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
-    where = call.workspace.select("transitions", "offsets", "forgets", "first_segment")
+    where = call.left("transitions", "offsets", "forgets", "first_segment")
     return _transitions(call, where, final_state, steps=False)
 
 
 def outgoing(call: StageCall, packet: Tensor, steps: bool = False) -> Launch:
-    """Of the sequences that go on to the next rank (`stages/merge.py`). `steps`: after `prepare_steps`."""
-    launch = _transitions(call, [packet, packet[:, :, -call.problem.V :], None, None], None, steps)
+    """Transitions of the sequences that go on to the next rank (`stages/merge.py`). `steps`: after `prepare_steps`."""
+    where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], forgets=None, first_segment=None)
+    launch = _transitions(call, where, None, steps)
     return replace(launch, scratch=(*call.buffers, packet))
 
 
-def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tensor | None, steps: bool) -> Launch:
-    problem, t, workspace = call.problem, call.t, call.workspace
-    to, offsets, *_, first_segment = where
-    assert to is not None and offsets is not None
-    border = t.border if first_segment is None else None
+def _transitions(call: StageCall, where: dict[str, Any], final_state: Tensor | None, steps: bool) -> Launch:
+    problem, t = call.problem, call.t
+    own = dict(
+        **dict(tiles_d=tiles(call.workspace["tiles"]), decay=call.workspace["decay"], STEPS=steps),
+        **transition_arguments(t, where),
+        **state_arguments(problem, t, final_state),
+        STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0, decays=4 if steps else 1),
+    )
     return Launch(
         transitions_kernel,
         ctas((problem.K + problem.V) // TILE, t.v.device),
-        (
-            *(tiles(workspace["tiles"]), workspace["decay"], t.v, *where, border),
-            *(t.cu_seqlens, t.checkpoint_offsets),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *stride_div8(t.v),
-            *(to.stride(1), offsets.stride(1)),
-        ),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            V_FIRST=problem.state_v_first,
-            STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0, decays=4 if steps else 1),
-            STEPS=steps,
-        ),
+        *bind_div8(transitions_kernel, problem, t, own),
         num_warps=4,
         overlaps=True,
         scratch=call.buffers,
@@ -462,5 +437,5 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
 
 
 def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
-    """What finds the states before the segments. `prepare` forms the plan."""
+    """Finds the states before the segments. `prepare` forms the plan."""
     return [transitions(call, final_state), compose(call, final_state)] if call.forms_segments else []

@@ -18,8 +18,6 @@ Contract, system of equations and products as in `triton/verify.py`. What differ
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,11 +27,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import Problem, Tensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.program import Outputs
-from ..triton import verify as portable
+from ..shared.scalars import SCALARS
+from ..stages.decode import decode_states, step_arguments
+from ..stages.launch import bind
 from .device.math import dot3, multiply, pick, store_parts
 from .device.portable import (
     AHEAD,
-    DECODE_SCALARS,
     L2_EPS,
     RECORD_COUNTS,
     at_token,
@@ -63,7 +62,8 @@ def rows_of(a, b):
 
 @gluon.jit
 def load_parts(rows_s, i: gl.constexpr, transposed: gl.constexpr, layout: gl.constexpr):
-    """Of rows whose parts are `rows_s`, both parts of the `i`-th `STEP` key channels: `[rows, STEP]`, or `[STEP, rows]`."""
+    """Loads, of rows whose parts are `rows_s`, both parts of the `i`-th `STEP` key channels: `[rows, STEP]`, or `[STEP,
+    rows]`."""
     high, low = rows_s[0].slice(i * STEP, STEP, dim=1), rows_s[1].slice(i * STEP, STEP, dim=1)
     if transposed:
         high, low = high.permute((1, 0)), low.permute((1, 0))
@@ -72,7 +72,7 @@ def load_parts(rows_s, i: gl.constexpr, transposed: gl.constexpr, layout: gl.con
 
 @gluon.jit
 def halves(x, layout: gl.constexpr):
-    """Of `[rows, 2 T]` what belongs to rows of k and of q, `[rows, T]`, in `layout`; no data moves between threads."""
+    """Halves of `[rows, 2 T]`: what belongs to rows of k and of q, `[rows, T]`, in `layout`; no data moves between threads."""
     a, b = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
     return gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True)
 
@@ -84,7 +84,7 @@ def levels_of(T):
 
 @gluon.jit
 def halves_of_blocks(x, level: gl.constexpr):
-    """Of blocks of `2 << level` rows the first and the second halves, `[T / 2, K]` each."""
+    """Halves of blocks of `2 << level` rows: the first and the second halves, `[T / 2, K]` each."""
     T: gl.constexpr = x.shape[0]
     K: gl.constexpr = x.shape[1]
     a, b = gl.split(x.reshape([T >> (level + 1), 2, 1 << level, K]).permute((0, 2, 3, 1)))
@@ -103,7 +103,7 @@ def blocks_of(a, b, level: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def pairs_by_levels(
     since_s, until_s, pairs_s, rows_s, k, q, exp_g,
-    row_l: gl.constexpr, left_l: gl.constexpr, right_l: gl.constexpr, pairs_l: gl.constexpr, AT_ONCE: gl.constexpr,
+    row_l: gl.constexpr, left_l: gl.constexpr, right_l: gl.constexpr, pairs_l: gl.constexpr, AT_ONCE,
 ):  # fmt: skip
     """A and B transposed, without B's diagonal, to `pairs_s`, 16 rows for every `AT_ONCE` levels; and rows for the state to
     `rows_s`. Returns `until` of the whole. `since_s` and `until_s` are for the rows of such levels.
@@ -151,7 +151,7 @@ def store_rows(rows_s, nth: gl.constexpr, rows):
 
 
 @gluon.jit
-def allocate_parts(ROWS: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+def allocate_parts(ROWS, K, layout: gl.constexpr):
     """Both parts of `[ROWS, K]`. In one memory a barrier would separate what is stored to them."""
     high = gl.allocate_shared_memory(gl.float32, [ROWS, K], layout)
     low = gl.allocate_shared_memory(gl.float32, [ROWS, K], layout)
@@ -159,8 +159,8 @@ def allocate_parts(ROWS: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T: gl.constexpr, AT_ONCE: gl.constexpr):
-    """What a level has of source `s`, A and B in turn, `[1, T]`."""
+def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T, AT_ONCE):
+    """Pairs that a level has of source `s`, A and B in turn, `[1, T]`."""
     layout: gl.constexpr = gl.BlockedLayout([1, T], [32, 1], [gl.num_warps(), 1], [1, 0])
     place: gl.constexpr = level % AT_ONCE
     row: gl.constexpr = level // AT_ONCE * 16 + place * (T // 2) + ((s >> (level + 1)) << level) + s % (1 << level)
@@ -168,8 +168,8 @@ def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T: gl.constexp
 
 
 @gluon.jit
-def pairs_of(pairs_s, s: gl.constexpr, T: gl.constexpr, AT_ONCE: gl.constexpr, layout: gl.constexpr):
-    """What `pairs_by_levels` has found of source `s` and later tokens, A and B, `[1, T]` each in `layout`."""
+def pairs_of(pairs_s, s: gl.constexpr, T, AT_ONCE, layout: gl.constexpr):
+    """Pairs that `pairs_by_levels` has found of source `s` and later tokens, A and B, `[1, T]` each in `layout`."""
     nth = gl.arange(0, T, layout=gl.SliceLayout(0, layout))
     A = gl.zeros([1, T], gl.float32, layout=layout)
     B = A
@@ -210,7 +210,7 @@ def load_row(row, channel, there):
 
 
 @gluon.jit
-def load_keys(state, i: gl.constexpr, read, V: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+def load_keys(state, i: gl.constexpr, read, V, K, layout: gl.constexpr):
     """The `i`-th `STEP` key channels of a state, `[V, STEP]`."""
     value = gl.arange(0, V, layout=gl.SliceLayout(1, layout))
     key = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)) + i * STEP
@@ -218,7 +218,7 @@ def load_keys(state, i: gl.constexpr, read, V: gl.constexpr, K: gl.constexpr, la
     return gl.load(state + at, mask=everywhere(at, read), other=0.0, eviction_policy="evict_first")
 
 
-@gluon.jit(do_not_specialize=DECODE_SCALARS)
+@gluon.jit(do_not_specialize=SCALARS)
 def verify_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, o,
     initial_state, records, starts, targets, accepted, has_initial_state, lowest, start_slots, target_slots,
@@ -467,8 +467,8 @@ def verify_kernel(
 
 
 def max_registers(problem: Problem, tokens: int, sms: int) -> int | None:
-    """Of a thread. 168 up to 8 tokens: three CTAs of four warps fit on an SM. Of 4 tokens and a bfloat16 state 128, and four
-    CTAs, where an SM gets two or four.
+    """Registers of a thread. 168 up to 8 tokens: three CTAs of four warps fit on an SM. Of 4 tokens and a bfloat16 state 128,
+    and four CTAs, where an SM gets two or four.
 
     The next launch's CTAs come to an SM as soon as there is room, wherever that is. An SM has its share of them and no more
     where what fits is a multiple of the share; and of two CTAs' successors both are there before the wait, if four fit.
@@ -481,24 +481,16 @@ def max_registers(problem: Problem, tokens: int, sms: int) -> int | None:
     return 128 if few and three % share and four % share == 0 else 168
 
 
-def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """Speculative tokens into a replay buffer. Where states lie on no 16 bytes, the portable kernel."""
-    (launch,) = portable.verify(problem, t, arch, outputs)
-    given = dict(zip(verify_kernel.arg_names, launch.arguments))
-    if not aligned(given["initial_state"], 16):
-        return [launch]
+def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+    """Speculative tokens into a replay buffer. None where states lie on no 16 bytes."""
+    states = decode_states(problem, t, None)
+    if not aligned(states.initial, 16):
+        return None
     tokens = next((x for x in (4, 8) if problem.most_tokens <= x), 16)
-    # in the kernel's order
-    names = ("K", "V", "TOKENS", "GATE", "BETA", "L2NORM", "NULL_GIVES_ZERO", "ONE_MORE")
-    own = {"TOKENS": tokens, "ONE_MORE": problem.most_tokens > tokens}
-    constants = {name: (launch.constants | own)[name] for name in names}
-    return [
-        replace(
-            launch,
-            kernel=verify_kernel,
-            ctas=problem.N * problem.HV,
-            constants=constants,
-            num_warps=problem.V // 32,
-            max_registers=max_registers(problem, tokens, sm_count(t.q.device)),
-        )
-    ]
+    own = dict(
+        **step_arguments(problem, t, states, outputs["o"]),
+        **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
+    )
+    cap = max_registers(problem, tokens, sm_count(t.q.device))
+    bound = bind(verify_kernel, problem, t, own)
+    return [Launch(verify_kernel, problem.N * problem.HV, *bound, problem.V // 32, cap, overlaps=True)]

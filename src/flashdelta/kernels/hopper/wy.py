@@ -12,6 +12,7 @@ results through the places that are needed last: otherwise all CTAs would wait f
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ from triton.language import condition
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
-from ..stages.launch import chunks
-from ..stages.wy import Parts, WyOperands
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import AXES, chunks
+from ..stages.wy import Parts, WyOperands, wy_results
 from .device.compat import barrier, reinterpret
 from .device.layouts import C, copy_rows, row_column, row_partials, store_rows
 from .device.math import (
@@ -49,15 +51,11 @@ from .device.pipeline import make_channel, next_phase
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
 from .device.tma import load_tiles, tma_store, wait_tiles
-from .launch import TILE, describe, stride_div8, strides
-
-_STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "v", "o", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "rows", "tile_count", *_STRIDES)
-"""Arguments whose values leave the machine code as it is."""
+from .launch import TILE, bind_div8, describe, stride_div8
 
 
 @gluon.jit
-def by_rows(shared, V_FIRST: gl.constexpr):
+def by_rows(shared, V_FIRST):
     """A state as `[V, K]`."""
     if V_FIRST:
         return shared
@@ -66,7 +64,7 @@ def by_rows(shared, V_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def inner_product(h_s, grad_h_s, V_FIRST: gl.constexpr):
+def inner_product(h_s, grad_h_s, V_FIRST):
     """`sum_v S dS` of each key channel."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     product = h_s.load(layout).to(gl.float32) * grad_h_s.load(layout).to(gl.float32)
@@ -79,7 +77,7 @@ def operand(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
     return gl.allocate_shared_memory(dtype, [rows, columns], layout)
 
 
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def wy_kernel(
     q, k, g, v, beta, A_log, dt_bias, cu_seqlens, Akk_inv, h, v_new, grad_o, grad_v_new, grad_h, g_d, grad_q,
     grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
@@ -392,36 +390,26 @@ def wy_kernel(
         tma.store_wait(0)
 
 
-def _wy(
-    problem: Problem,
-    x: WyOperands,
-    found: tuple[torch.Tensor | None, ...],
-    rows: int,
-    persistent: bool = False,
-    **kinds,
-) -> Launch:
-    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`. `persistent`: as the kernel's."""
+def _wy(problem: Problem, x: WyOperands, own: dict[str, Any], persistent: bool = False) -> Launch:
+    """`persistent`: as the kernel's."""
     tiles = chunks(problem)
-    of_rows = stride_div8(x.q, x.k, x.g, x.v, x.do)
-    g_d = None
+    # strides are those of the tensors themselves
+    own = dict(**own, **strides_of(x), g_d=None, tile_count=tiles, PERSISTENT=persistent)
     if persistent:
-        g_d = by_token(x.g)
-        x, found = described(x), (*map(by_token, found[:3]), *found[3:])
+        own |= {name: by_token(own[name]) for name in ("grad_q", "grad_k", "grad_G")} | {"g_d": by_token(x.g)}
+        x = described(x)
     return Launch(
         wy_kernel,
         min(tiles, sm_count(x.beta.device)) if persistent else tiles,
-        (
-            *x.arguments(),
-            g_d,
-            *found,
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.HV, problem.group, problem.slots, rows, tiles),
-            *of_rows,
-            *strides(x.beta),
-        ),
-        dict(K=problem.K, V=problem.V, **kinds, PERSISTENT=persistent),
+        *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}),
         num_warps=8,
     )
+
+
+def strides_of(x: WyOperands) -> dict[str, int]:
+    """Strides of the rows, under the kernel's names, also where tensor descriptors take the tensors' places."""
+    rows = dict(q=x.q, k=x.k, g=x.g, v=x.v, o=x.do, beta=x.beta)
+    return {f"{name}_{axis}": stride_div8(name, y, i) for name, y in rows.items() for axis, i in AXES.items()}
 
 
 def described(x: WyOperands) -> WyOperands:
@@ -431,29 +419,24 @@ def described(x: WyOperands) -> WyOperands:
 
 
 def by_token(x: torch.Tensor) -> TensorDescriptor:
-    """Of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
+    """A descriptor of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
     return describe(x, (1, TILE, 1, x.shape[-1]))
 
 
 def by_state(x: torch.Tensor) -> TensorDescriptor:
-    """Of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
+    """A descriptor of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
     return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
 
 
-def wy(problem: Problem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
-    found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
-    gate = dict(GATE=problem.gate, SAFE=problem.safe_gate)
-    rest = dict(BETA=problem.beta_kind, L2NORM=problem.l2norm, V_FIRST=True)
-    launch = _wy(problem, x, found, problem.slots, **gate, **rest)
+def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
+    launch = _wy(problem, x, dict(parts.arguments(), grad_v=grad_v, rows=problem.slots, V_FIRST=True))
     return replace(launch, scratch=(*x.kept(), *parts.buffers))
 
 
 def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
-    x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
-    results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
-    kinds = dict(GATE=problem.gate, SAFE=False, BETA="value", L2NORM=False, V_FIRST=problem.state_v_first)
+    own = dict(wy_results(outputs), SAFE=False, BETA="value", L2NORM=False)
     # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
     # (no tensor descriptor has an empty tensor)
     persistent = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
-    return _wy(problem, x, results, problem.rows, persistent, **kinds)
+    return _wy(problem, WyOperands.of(t), own, persistent)

@@ -36,8 +36,8 @@ def decay_rate(A_log, head, volatile: tl.constexpr = False):
 
 
 @triton.jit
-def head_bias(dt_bias, head, key, K: tl.constexpr):
-    """What the gate's input of a value head has added, at its key channels `key`."""
+def head_bias(dt_bias, head, key, K):
+    """The bias that is added to the gate's input of a value head, at its key channels `key`."""
     bias = (key * 0).to(tl.float32)
     if dt_bias is not None:
         bias = tl.load(dt_bias + head * K + key).to(tl.float32)
@@ -45,7 +45,7 @@ def head_bias(dt_bias, head, key, K: tl.constexpr):
 
 
 @triton.jit
-def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
+def log2_decay(x, rate, lower_bound, GATE):
     """Log decay in base 2 from the gate's input `x = g + dt_bias`; `rate = exp(A_log)`."""
     tl.static_assert(
         GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
@@ -60,7 +60,7 @@ def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
+def gate_gradient(x, grad, rate, lower_bound, GATE):
     """The gradients of the gate's input `x` and of `A_log`, from that of the (natural) log decay."""
     tl.static_assert(
         GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
@@ -82,7 +82,7 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def beta_of(x, BETA: tl.constexpr):
+def beta_of(x, BETA):
     """Beta from the call's input, which is its value, its logit, or the logit of its half."""
     tl.static_assert(BETA == "value" or BETA == "logit" or BETA == "double_logit", "an unknown kind of beta")
     if BETA == "logit":
@@ -93,7 +93,7 @@ def beta_of(x, BETA: tl.constexpr):
 
 
 @triton.jit
-def beta_gradient(x, grad, BETA: tl.constexpr):
+def beta_gradient(x, grad, BETA):
     """The gradient of the input of `beta_of`, from beta's."""
     tl.static_assert(BETA == "value" or BETA == "logit" or BETA == "double_logit", "an unknown kind of beta")
     if BETA == "logit":
@@ -106,4 +106,4 @@ def beta_gradient(x, grad, BETA: tl.constexpr):
 
 
 AHEAD = tl.constexpr(2.0**60)
-"""What decayed rows are multiplied by, to be within float32 as their inverses are: 17 tokens of `exp(-5)` are 2^-123."""
+"""Factor of decayed rows, for them to be within float32 as their inverses are: 17 tokens of `exp(-5)` are 2^-123."""

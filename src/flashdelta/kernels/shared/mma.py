@@ -17,7 +17,7 @@ step more it would turn negative, a zero once masked."""
 
 
 @triton.jit
-def tf32_parts(x, ROUND: tl.constexpr):
+def tf32_parts(x, ROUND):
     """Float32 `x` as `high + low`, two TF32 numbers. MMAs truncate their operands to TF32. `ROUND` rounds both parts
     instead, for where errors of one sign would add up (docs/numerics.md)."""
     bits = x.to(tl.int32, bitcast=True)
@@ -32,7 +32,7 @@ def tf32_parts(x, ROUND: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, IN_CHAIN: tl.constexpr = False):
+def dot(a, b, acc, PRECISION, IN_CHAIN=False):
     """`acc + a b`. "tf32x3" is three TF32 MMAs of the operands' two parts. `tl.dot` has it too, but looks for NaN between the
     MMAs, which takes longer than they do.
 
@@ -56,7 +56,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IN_CHAIN: tl.constexpr = False):
 
 
 @triton.jit
-def apply_weights(weights, tile, acc, PRECISION: tl.constexpr):
+def apply_weights(weights, tile, acc, PRECISION):
     """`acc + weights tile`. With a 16-bit tile, the fp32 weights enter as a high and a low part: where keys repeat, a row of
     weights alternates in sign, and weights rounded once would leave more error than result."""
     high = weights.to(tile.dtype)

@@ -9,7 +9,7 @@ L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def inverse_norm(x, rows, valid, K: tl.constexpr, BK: tl.constexpr, COUNT: tl.constexpr):
+def inverse_norm(x, rows, valid, K, BK, COUNT):
     """`1 / sqrt(sum x^2 + eps)` of `COUNT` rows, read `BK` channels at a time."""
     total = tl.zeros([COUNT], tl.float32)
     for s in tl.range(0, K, BK):
@@ -19,8 +19,8 @@ def inverse_norm(x, rows, valid, K: tl.constexpr, BK: tl.constexpr, COUNT: tl.co
 
 
 @triton.jit
-def row_norms(x, tokens, valid, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
-    """What a chunk's rows are multiplied by, `[C]`: `inverse_norm`, or 1 without `L2NORM`."""
+def row_norms(x, tokens, valid, C, K, BK, L2NORM):
+    """Factors of a chunk's rows, `[C]`: `inverse_norm`, or 1 without `L2NORM`."""
     norm = tl.full([C], 1.0, tl.float32)
     if L2NORM:
         norm = inverse_norm(x, tokens, valid[:, None], K, BK, C)

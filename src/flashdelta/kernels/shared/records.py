@@ -17,20 +17,20 @@ record_width = triton.constexpr_function(problem.record_width)
 
 
 @triton.jit
-def store_decay_and_key(records, at, stored, exp_g, k, K: tl.constexpr):
+def store_decay_and_key(records, at, stored, exp_g, k, K):
     """`exp(g)` and `k`, which are the same for all slices of a head."""
     tl.store(records + at, exp_g, mask=stored)
     tl.store(records + K + at, k, mask=stored)
 
 
 @triton.jit
-def record_values(records, K: tl.constexpr):
+def record_values(records, K):
     """Where `u` of a token and head begins."""
     return records + 2 * K
 
 
 @triton.jit
-def load_record(records, there, key, value, K: tl.constexpr):
+def load_record(records, there, key, value, K):
     """`exp(g)` and `k` `[K]`, `u` `[BV]` of a token; zeros if it is not `there`."""
     exp_g = tl.load(records + key, mask=everywhere(key, there), other=0.0)
     k = tl.load(records + K + key, mask=everywhere(key, there), other=0.0)
@@ -38,16 +38,15 @@ def load_record(records, there, key, value, K: tl.constexpr):
 
 
 @triton.jit
-def record_counts(records, K: tl.constexpr, V: tl.constexpr):
+def record_counts(records, K, V):
     """Where the counts of a row and head begin."""
     return records + 2 * K + V
 
 
 @triton.jit
 def open_record(
-    records, starts, targets, n, head, slot, count, slice_,
-    start_row, target_row, target_pitch, lowest, start_slots, target_slots, counts,
-    K: tl.constexpr, V: tl.constexpr,
+    records, starts, targets, n, head, slot, count, slice_, start_row, target_row, target_pitch, lowest, start_slots,
+    target_slots, counts, K, V,
 ):  # fmt: skip
     """The record of sequence `n` and a head, with the `count` of its tokens stored in all its `counts`, and whether they are to
     be stored. A null sequence leaves its row alone."""

@@ -12,7 +12,7 @@ from .sequences import locate_sequence, sequence_bounds, sequence_chunk_slots, s
 
 
 @triton.jit
-def sequence_chunks(checkpoint_offsets, n, spans, length, C: tl.constexpr):
+def sequence_chunks(checkpoint_offsets, n, spans, length, C):
     """Chunks of sequences `n` of these lengths, over all their spans."""
     if checkpoint_offsets is None:
         chunks = (length + C - 1) // C
@@ -27,7 +27,7 @@ def sequence_chunks(checkpoint_offsets, n, spans, length, C: tl.constexpr):
 
 
 @triton.jit
-def span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C: tl.constexpr, BLOCK: tl.constexpr):
+def span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C, BLOCK):
     """`rows_before` for the chunks of sequences that checkpoints cut."""
     total = n * 0
     for base in range(0, n, BLOCK):
@@ -41,8 +41,8 @@ def span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C: tl.conste
 
 @triton.jit
 def segment_of(segment, first_segment, N, skipped=0):
-    """Of segment `segment` of all: its sequence, `part`, `parts`, and whether there is such a segment. The last `skipped`
-    segments of each sequence do not count."""
+    """Place of segment `segment` among all: its sequence, `part`, `parts`, and whether there is such a segment. The last
+    `skipped` segments of each sequence do not count."""
     n = segment * 0
     high = n + N - 1
     while n < high:
@@ -65,7 +65,7 @@ def segment_chunks(part, parts, chunks):
 
 
 @triton.jit
-def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C: tl.constexpr):
+def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C):
     """`locate_sequence` and `sequence_chunk_slots` of sequence `n`, and `segment_chunks` of its segment `part`."""
     batch, begin, end = locate_sequence(n, cu_seqlens, T)
     chunk_slot, spans = sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, chunk_slots, C)
@@ -90,7 +90,7 @@ HIGH_BIT = tl.constexpr(1 << 6)
 
 
 @triton.jit
-def chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C: tl.constexpr):
+def chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C):
     """Chunks of sequences `n`, 0 past the last sequence."""
     inside = tl.minimum(n, N - 1)
     _, begin, end = locate_sequence(inside, cu_seqlens, T)
@@ -99,9 +99,9 @@ def chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C: tl.constexpr):
 
 
 @triton.jit
-def states_fit(total, cu_seqlens, spans, N, T, C: tl.constexpr):
-    """Whether `T` tokens can hold `total` chunks. Falling offsets claim more of them than that. As the states between segments
-    have room for `split.py: most_segments` alone, a batch with such offsets stays whole."""
+def states_fit(total, cu_seqlens, spans, N, T, C):
+    """Says whether `T` tokens can hold `total` chunks. Falling offsets claim more of them than that. As the states between
+    segments have room for `split.py: most_segments` alone, a batch with such offsets stays whole."""
     if cu_seqlens is None:
         return True
     return total <= T // C + N * spans

@@ -58,7 +58,7 @@ def at_token(tensors, strides, batch, token, head):
 
 
 @triton.jit
-def locate_work_tile(work_tile, cu_seqlens, T, HV, SLICES: tl.constexpr):
+def locate_work_tile(work_tile, cu_seqlens, T, HV, SLICES):
     """A work tile of a kernel over (sequence, value head, slice of value channels): its slice, value head and sequence, and the
     sequence's batch row, first and past-the-last token."""
     slice_ = work_tile % SLICES
@@ -69,7 +69,7 @@ def locate_work_tile(work_tile, cu_seqlens, T, HV, SLICES: tl.constexpr):
 
 
 @triton.jit
-def own_work_tile(cu_seqlens, T, HV, SLICES: tl.constexpr):
+def own_work_tile(cu_seqlens, T, HV, SLICES):
     """`locate_work_tile` for a grid of one CTA per work tile."""
     return locate_work_tile(tl.program_id(0), cu_seqlens, T, HV, SLICES)
 
@@ -90,7 +90,7 @@ def span_count(checkpoint_offsets, checkpoints):
 
 
 @triton.jit
-def first_chunk_slot(begin, n, spans, C: tl.constexpr):
+def first_chunk_slot(begin, n, spans, C):
     """The first chunk slot of packed sequence `n`. Sequences never share a slot, as each span `[a, b)` of one has
     `ceil((b - a) / C) <= b // C - a // C + 1` chunks."""
     return begin // C + n * spans
@@ -106,7 +106,7 @@ def span_end(checkpoint_offsets, n, span, spans, start, length):
 
 
 @triton.jit
-def span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C: tl.constexpr):
+def span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C):
     """Past-the-last token and number of chunks of the span that begins at `start`; sequence `n` has tokens `[begin, end)`."""
     stop = end
     if checkpoint_offsets is not None:
@@ -115,7 +115,7 @@ def span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C: tl.con
 
 
 @triton.jit
-def sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, chunk_slots, C: tl.constexpr):
+def sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, chunk_slots, C):
     """The first chunk slot and the number of spans of sequence `n`. `chunk_slots`: those of a batch row."""
     spans = span_count(checkpoint_offsets, checkpoints)
     chunk_slot = n * chunk_slots
@@ -125,7 +125,7 @@ def sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, 
 
 
 @triton.jit
-def span_of_chunk(checkpoint_offsets, n, chunk, spans, length, C: tl.constexpr):
+def span_of_chunk(checkpoint_offsets, n, chunk, spans, length, C):
     """The checkpoint span of a sequence's chunk, the chunk's first token and the span's past-the-last one, both from the
     sequence's start: the chunk grid starts anew at every checkpoint. The span past the last chunk ends where it starts, or
     before."""
@@ -145,7 +145,7 @@ def span_of_chunk(checkpoint_offsets, n, chunk, spans, length, C: tl.constexpr):
 @triton.jit
 def chunk_of_sequence(
     cu_seqlens, checkpoint_offsets, checkpoints, n, chunk_slot, chunk_slots, T,
-    C: tl.constexpr, integer: tl.constexpr = tl.int64, bounds=None,
+    C, integer: tl.constexpr = tl.int64, bounds=None,
 ):  # fmt: skip
     """Batch row, first token and token count of a chunk slot of sequence `n`; the count is 0 or less if the slot is unused.
     `bounds`: those of a packed sequence, if they are known."""
@@ -174,7 +174,7 @@ def chunk_of_sequence(
 
 
 @triton.jit
-def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, chunk_slots, N, T, C: tl.constexpr):
+def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, chunk_slots, N, T, C):
     """`chunk_of_sequence` for a slot whose sequence is not known. Packed: binary search for the last sequence whose first slot
     is not past `chunk_slot`."""
     if cu_seqlens is None:
@@ -194,7 +194,7 @@ def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, chunk_sl
 
 
 @triton.jit
-def own_chunk(work_tile, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, N, T, HV, C: tl.constexpr):
+def own_chunk(work_tile, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, N, T, HV, C):
     """A work tile of a kernel over (chunk slot, value head): its value head and slot, and `find_chunk`."""
     head = (work_tile % HV).to(tl.int64)
     chunk_slot = (work_tile // HV).to(tl.int64)
@@ -203,7 +203,7 @@ def own_chunk(work_tile, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot
 
 
 @triton.jit
-def rows_before(cu_seqlens, n, T, tokens, BLOCK: tl.constexpr):
+def rows_before(cu_seqlens, n, T, tokens, BLOCK):
     """Where rows that each stand for so many tokens of a sequence lie without gaps, such as chunks: the first row of sequence
     `n`. Reads `BLOCK` offsets at a time."""
     if cu_seqlens is None:

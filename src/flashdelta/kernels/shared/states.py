@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def state_offsets(start, value, key, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+def state_offsets(start, value, key, K, V, V_FIRST):
     """Element offsets of the value channels `value` and key channels `key` of a state that starts at element `start`."""
     inner = value[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + value[:, None]
     return start + inner
@@ -102,9 +102,8 @@ def last_accepted(accepted, n, most_tokens):
 
 @triton.jit
 def start_slot(
-    starts, targets, accepted, has_initial_state, n, there,
-    has_initial, start_row, start_token, target_row, most_tokens, lowest, start_slots, target_slots,
-    TWO_POOLS: tl.constexpr,
+    starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row,
+    most_tokens, lowest, start_slots, target_slots, TWO_POOLS,
 ):  # fmt: skip
     """The slot that sequence `n` starts from, whether the sequence stores anything, and 1 if the slot is read."""
     slot = n
@@ -137,7 +136,7 @@ def target_slot(targets, i, own, lowest, slots):
 
 @triton.jit
 def slot_and_row(slot_indices, row_indices, n, lowest, slots, rows):
-    """Of sequence `n`: its slot of the pool, its row of the buffer, and whether there are both."""
+    """The slot of sequence `n` in the pool, its row of the buffer, and whether there are both."""
     slot, named = named_slot(slot_indices, n, lowest, slots)
     row = slot
     exists = slot < rows
@@ -147,6 +146,6 @@ def slot_and_row(slot_indices, row_indices, n, lowest, slots, rows):
 
 
 @triton.jit
-def placed(channel, stride, DENSE: tl.constexpr):
+def placed(channel, stride, DENSE):
     """Where channels lie; without a multiplication where they are `DENSE`."""
     return channel if DENSE else channel * stride

@@ -1,6 +1,6 @@
-"""The backward pass of a call, whatever kernels run it: its stages in order, and what they leave for each other.
+"""The stages of `chunk_kda` and of its backward pass in order, whatever kernels run them, and what they leave for each other.
 
-A backend describes its kernels by `Stages` (`triton/gradients.py`, `hopper/gradients.py`); docs/backward.md has the formulas.
+A backend describes its kernels by a `StageSet` (`triton/build.py`, `hopper/build.py`); docs/backward.md has the formulas.
 """
 
 from __future__ import annotations
@@ -8,49 +8,50 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...parallel.exchange import Exchange
-from ...parallel.merge import carried_gradients, room_for_packets, told_gradients
+from ...parallel.merge import carried_gradients, carried_states, room_for_packets, send_gradients, with_rank_exchange
 from ...problem.problem import Problem, Result, Tensors
 from ...program.launch import Launch
 from ...program.program import Outputs, Program, Step
 from ...program.workspace import Layout, Workspace, new
 from .finish import ByHead, finish
-from .launch import StageCall
+from .launch import StageCall, or_empty
 from .merge import clear
-from .segments import compose, found_segments
+from .segments import compose, found_segments, lasting_segments
 from .wy import Parts, WyOperands
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
-    dtype `Akk_inv` (`Stages.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
-    also what they told each other, `packets` (`merge.py`). `whole`: of no use are segments, for the scan of a rank's tokens."""
+    """Tensors that the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
+    dtype `Akk_inv` (`StageSet.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
+    also what they told each other, `packets` (`merge.py`). `unsplit`: ignore segments; scan this rank's tokens as one."""
 
     workspace: Workspace
     Akk_inv: Tensor
     h: Tensor
     v_new: Tensor
     packets: Tensor | None = None
-    whole: bool = False
+    unsplit: bool = False
 
     @property
     def beside(self) -> tuple[Tensor, ...]:
-        """The workspace."""
+        """Scratch that is not in the workspace."""
         return self.Akk_inv, self.h, self.v_new
 
     @property
     def split(self) -> bool:
-        """Whether sequences may be."""
-        return not self.whole and self.workspace.get("starts") is not None
+        """Whether the scan goes by segments of sequences."""
+        return not self.unsplit and self.workspace.get("starts") is not None
 
     def segments(self, scanned: Scanned | None) -> list[Tensor | None]:
-        """Of split sequences, for `reverse`: the first segment of each, where offsets go (without `scanned`), and the gradients
-        of the states after segments."""
+        """Tensors of split sequences, for `reverse`: the first segment of each, where offsets go (without `scanned`), and the
+        gradients of the states after segments."""
         if not self.split:
             return [None, None, None]
         first_segment, offsets, ends = self.workspace.select("first_segment", "offsets", "starts")
@@ -59,7 +60,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Scanned:
-    """What `reverse` leaves: gradients of the states after each chunk and of `v_new`, `dh` and `dv`, as `h` and
+    """Results of `reverse`: gradients of the states after each chunk and of `v_new`, `dh` and `dv`, as `h` and
     `v_new`."""
 
     dh: Tensor
@@ -67,14 +68,14 @@ class Scanned:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """A backend's kernels for a call whose tensors `t` are as they can read them, after `copies`.
+class StageSet:
+    """A backend's launchers for a call whose tensors `t` are as its kernels can read them, after `copies`.
 
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
-    of such matrices' gradients. The stages make launches: `scan(kept, o, final_state)` the forward's two, which leave what is
-    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0, packet)`, which without `scanned` finds `dh0` alone,
-    or the offsets of segments, and on the second of two ranks leaves the gradients for the first in `packet`;
-    `wy(x, parts, grad_v)` and `intra(parts, heads)`.
+    of such matrices' gradients. Arguments: `prepare(call, Akk_inv)`, `before_segments(call, final_state)`, `outgoing(call,
+    packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(problem, t, arch, kept, scanned, dht, dh0, packet)`, which
+    without `scanned` finds `dh0` alone, or the offsets of segments, and on the second of two ranks leaves the gradients for the
+    first in `packet`; `wy(problem, arch, x, parts, grad_v)` and `intra(problem, t, arch, parts, heads)`.
     """
 
     problem: Problem
@@ -82,15 +83,40 @@ class Stages:
     copies: Sequence[Launch]
     layout: Layout
     arch: int
+    prepare: Callable[..., Launch]
+    before_segments: Callable[..., list[Launch]]
+    outgoing: Callable[..., Launch]
+    recurrence: Callable[..., Launch]
+    reverse: Callable[..., Launch]
+    wy: Callable[..., Launch]
+    intra: Callable[..., Launch]
     squares: tuple[int, ...]
     squares_dtype: torch.dtype
-    scan: Callable[[Kept, Tensor | None, Tensor | None], Sequence[Step]]
-    reverse: Callable[[Problem, Tensors, Kept, Scanned | None, Tensor | None, Tensor | None, Tensor | None], Launch]
-    wy: Callable[[WyOperands, Parts, Tensor], Launch]
-    intra: Callable[[Parts, ByHead], Launch]
+
+    def forward(self, outputs: Outputs, own: Tensor | None = None) -> list[Step]:
+        """The launches of a forward that keeps nothing, in order. `own`: scratch that is written instead of the output."""
+        problem = self.problem
+        workspace = Workspace.allocate(self.layout, self.t.device, lasting_segments(problem, self.layout, outputs))
+        o, beside = (outputs["o"], ()) if own is None else (own, (own,))
+        call = StageCall(problem, self.t, self.arch, workspace, beside)
+        final_state, carried, stored = outputs.get("final_state"), list[Step](), list[Step]()
+        prepared = self.prepare(call)
+        if problem.ranks > 1:
+            carried, call, final_state, stored = with_rank_exchange(call, self.outgoing, outputs)
+        split = self.before_segments(call, final_state)
+        return [prepared, *carried, *split, self.recurrence(call, o, final_state, outputs.get("h")), *stored]
+
+    def scan(self, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Step]:
+        """The forward's launches that leave what is kept, without `o` no more than that."""
+        call = StageCall(self.problem, self.t, self.arch, kept.workspace, kept.beside)
+        prepared, carried, told = self.prepare(call, kept.Akk_inv), list[Step](), list[Step]()
+        if self.problem.ranks > 1:
+            carried, call, told = carried_states(call, self.outgoing, kept.packets)
+        split = self.before_segments(call, final_state)
+        return [prepared, *carried, *split, self.recurrence(call, o, final_state, kept.h, kept.v_new), *told]
 
     def kept(self, tensors: Mapping[str, Tensor] | None = None) -> Kept:
-        """What the forward kept by name; without, room for it."""
+        """Takes what the forward kept, by name; without it, makes room for it."""
         problem, device = self.problem, self.t.device
         if tensors is not None:
             workspace = Workspace(self.layout, tensors["workspace"])
@@ -109,11 +135,11 @@ class Stages:
 
     @functools.cached_property
     def segments(self) -> dict[str, Tensor]:
-        """What the forward left of a split, by name."""
+        """Tensors of a split that the forward left, by name."""
         return found_segments(self.t, self.layout)
 
 
-def forward(stages: Stages) -> Program:
+def forward(stages: StageSet) -> Program:
     """The forward that also leaves what its backward pass would compute again."""
     outputs, kept = Outputs.of(stages.problem, stages.t), stages.kept()
     o, final_state = outputs["o"], outputs.get("final_state")
@@ -123,13 +149,13 @@ def forward(stages: Stages) -> Program:
     return Program(outputs, stages.scan(kept, o, final_state), stages.copies)
 
 
-def backward(stages: Stages) -> Program:
+def backward(stages: StageSet) -> Program:
     """Gradients by input; without what was kept the forward's stages run again."""
     outputs = Outputs(stages.t.device)
     return Program(outputs, launches(stages, outputs), stages.copies)
 
 
-def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
+def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
     """In order; what they find is in `outputs` from when it is allocated. Each is to run before the next is asked for: what
     only the ones before it needed is given back then."""
     problem, t = stages.problem, stages.t
@@ -153,7 +179,7 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     told = None
     if problem.ranks == 2 and problem.rank == 1:
         # nothing comes from a rank after, and what goes to the one before is what `reverse` ends with
-        told = told_gradients(problem, t.device)
+        told = send_gradients(problem, t.device)
     elif problem.ranks > 1:
         dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
     if told is None or (kept.split and not stages.segments):
@@ -161,7 +187,9 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)
     scanned = Scanned(*(new(x.shape, x.dtype, x.device) for x in (kept.h, kept.v_new)))
-    yield stages.reverse(problem, t, kept, scanned, dht, dh0, None if told is None else told.packet)
+    packet = None if told is None else told.packet
+    yield stages.reverse(problem, t, stages.arch, kept, scanned, dht, dh0, packet)
+    del packet
     if told is not None:
         yield told
         del told
@@ -173,17 +201,17 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     del kept, scanned, known, dht
     parts = Parts.allocate(problem, t.device, stages.squares, stages.squares_dtype)
     grad_v = outputs.allocate("v", Result((problem.B, problem.T, problem.HV, problem.V), problem.dtype))
-    yield stages.wy(x, parts, grad_v)
+    yield stages.wy(problem, stages.arch, x, parts, grad_v)
     del x
     heads = ByHead.allocate(problem, t.device)
     outputs.update(heads.outputs(problem))
-    yield stages.intra(parts, heads)
+    yield stages.intra(problem, t, stages.arch, parts, heads)
     del parts
     yield from finish(problem, t, heads, outputs)
 
 
 def gradients_of_ranks(
-    stages: Stages, kept: Kept, dht: Tensor | None, meanwhile: Iterable[Step]
+    stages: StageSet, kept: Kept, dht: Tensor | None, meanwhile: Iterable[Step]
 ) -> Generator[Step, None, Tensor]:
     """The gradients of the final states, with those that come from later ranks; see `carried_gradients`."""
     problem, t = stages.problem, stages.t
@@ -191,22 +219,43 @@ def gradients_of_ranks(
     grads = new(problem.state_shape, torch.float32, t.device)
 
     def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
-        return stages.reverse(problem, t, replace(kept, whole=True), None, dht, dh0, None)
+        return stages.reverse(problem, t, stages.arch, replace(kept, unsplit=True), None, dht, dh0, None)
 
     call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
     yield from carried_gradients(call, kept.packets, reverse, grads, meanwhile)
     return grads
 
 
-def gradients_of_segments(stages: Stages, kept: Kept, dht: Tensor | None) -> Iterator[Launch]:
-    """What leaves the gradients of the states after segments, in the place of the forward's states before them, which nobody
+def gradients_of_segments(stages: StageSet, kept: Kept, dht: Tensor | None) -> Iterator[Launch]:
+    """Finds the gradients of the states after segments, in the place of the forward's states before them, which nobody
     needs any more, or which lie elsewhere (`found_segments`). The transitions are the forward's."""
     problem, t = stages.problem, stages.t
-    yield stages.reverse(problem, t, kept, None, dht, None, None)
+    yield stages.reverse(problem, t, stages.arch, kept, None, dht, None, None)
     given = replace(problem, has_initial_state=dht is not None)
     yield compose(StageCall(given, replace(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)
 
 
-def reverse_scratch(kept: Kept, scanned: Scanned | None, *states: Tensor | None) -> tuple[Tensor, ...]:
+def reverse_arguments(
+    problem: Problem,
+    t: Tensors,
+    kept: Kept,
+    scanned: Scanned | None,
+    dht: Tensor | None,
+    dh0: Tensor | None,
+    packet: Tensor | None,
+) -> dict[str, Any]:
+    """Arguments that the kernels of stage `reverse` take under other names than the call's."""
+    final, initial = or_empty(problem, t, dht, dh0)
+    segments = dict(zip(("first_segment", "offsets", "ends"), kept.segments(scanned)))
+    grad_v_new, grad_h = (None, None) if scanned is None else (scanned.dv, scanned.dh)
+    return dict(
+        **dict(grad_o=t.do, o=t.do, grad_final=final, grad_initial=initial, grad_v_new=grad_v_new, grad_h=grad_h),
+        **dict(segments, border=None if packet is None else t.border, packet=packet),
+        **dict(has_initial=dh0 is not None, has_final=dht is not None),
+    )
+
+
+def reverse_scratch(kept: Kept, scanned: Scanned | None, own: dict[str, Any]) -> tuple[Tensor, ...]:
     left = () if scanned is None else (scanned.dv, scanned.dh)
-    return (kept.workspace.buffer, *left, *(x for x in states if x is not None))
+    others = (own[name] for name in ("grad_final", "grad_initial", "packet"))
+    return (kept.workspace.buffer, *left, *(x for x in others if x is not None))

@@ -20,17 +20,14 @@ from ...program.launch import Launch
 from ...program.workspace import new
 
 TOKENS, CHANNELS = 64, 128
-"""Of a tile, at most."""
+"""Most tokens and channels of a tile."""
 
 AT_ONCE = 4
 """Tensors of a launch."""
 
 
 @triton.jit
-def copy_tile(
-    x, rows, H, batch_stride, token_stride, head_stride, channel_stride, T,
-    K: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, BY_TOKEN: tl.constexpr,
-):  # fmt: skip
+def copy_tile(x, rows, H, batch_stride, token_stride, head_stride, channel_stride, T, K, TILE, BK, BY_TOKEN):
     """`TILE` tokens of a head."""
     tile = tl.program_id(0)
     tiles = tl.cdiv(T, TILE)
@@ -77,7 +74,7 @@ def copy_kernel(
 
 
 def copy(tensors: Sequence[Tensor]) -> Launch:
-    """Of tensors `[B, T, H, K]` that differ in their heads and strides; its scratch are the copies."""
+    """Copies tensors `[B, T, H, K]` that differ in their heads and strides; its scratch are the copies."""
     B, T, _, K = tensors[0].shape
     rows = tuple(new(x.shape, x.dtype, x.device) for x in tensors)
     each = [(x, to, x.shape[2], *x.stride()) for x, to in zip(tensors, rows)]

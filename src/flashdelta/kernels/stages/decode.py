@@ -7,30 +7,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...problem.problem import Problem, Tensors
-from ...program.launch import strides
 from .launch import or_empty
-
-SCALARS = (
-    *("T", "group", "HV", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound", "lowest"),
-    *("start_slots", "target_slots", "has_initial", "has_final", "most_tokens"),
-    *("start_row", "start_token", "target_row", "target_token"),
-)
-"""Arguments that the kernel is not specialised for."""
-
 
 DECODE_FEW = 256
 """Pairs of sequence and value head up to which `decode` of one token a sequence counts as few."""
 
 
-def step_arguments(problem: Problem, t: Tensors, states: DecodeStates, o: Tensor) -> tuple:
-    """What every kernel over tokens of a pool's sequences takes."""
-    return (
-        *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
-        *states.arguments(problem, t),
-        *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0),
-        *(problem.T, problem.HV // problem.H, problem.HV),
-        *strides(t.q, t.k, t.v, t.g, t.beta, o),
-    )
+def step_arguments(problem: Problem, t: Tensors, states: DecodeStates, o: Tensor) -> dict[str, object]:
+    """Arguments that every kernel over tokens of a pool's sequences takes under other names than the call's."""
+    gives_zero = problem.operation == "decode" and states.starts is not None
+    return dict(o=o, accepted=t.num_accepted_tokens, NULL_GIVES_ZERO=gives_zero, **states.arguments(problem))
 
 
 @dataclass(frozen=True)
@@ -47,17 +33,18 @@ class DecodeStates:
     has_final: bool
     two_pools: bool
 
-    def arguments(self, problem: Problem, t: Tensors) -> tuple:
-        """As the kernel takes them."""
+    def arguments(self, problem: Problem) -> dict[str, object]:
+        """Under the kernels' names."""
         content = problem.HV * problem.K * problem.V
         pitches = [x.stride(0) if x.dim() > 3 else content for x in (self.initial, self.final)]
-        step = self.final.stride(1) if problem.has_intermediate else 0
-        return (
-            *(self.initial, self.final, self.starts, self.targets, t.num_accepted_tokens, t.has_initial_state),
-            *(problem.lowest_index, *(x.shape[0] for x in (self.initial, self.final))),
-            *(int(self.has_initial), int(self.has_final), *pitches, step),
-            *index_strides(self.starts),
-            *index_strides(self.targets),
+        rows, targets = index_strides(self.starts), index_strides(self.targets)
+        return dict(
+            **dict(initial_state=self.initial, final_state=self.final, starts=self.starts, targets=self.targets),
+            **dict(start_slots=self.initial.shape[0], target_slots=self.final.shape[0]),
+            **dict(start_pitch=pitches[0], target_pitch=pitches[1]),
+            target_step=self.final.stride(1) if problem.has_intermediate else 0,
+            **dict(start_row=rows[0], start_token=rows[1], target_row=targets[0], target_token=targets[1]),
+            **dict(has_initial=self.has_initial, has_final=self.has_final),
         )
 
 
@@ -79,7 +66,19 @@ def decode_states(problem: Problem, t: Tensors, final_state: Tensor | None) -> D
 
 
 def index_strides(indices: Tensor | None) -> tuple[int, int]:
-    """Of `[N]` or `[N, 1 + S]`."""
+    """Strides of `[N]` or `[N, 1 + S]`, and 0 for what is not there."""
     if indices is None:
         return 0, 0
     return indices.stride(0), indices.stride(1) if indices.dim() == 2 else 0
+
+
+def commit_arguments(problem: Problem, t: Tensors) -> dict[str, object]:
+    """Arguments that the kernels of stage `commit` take under other names than the call's."""
+    assert t.state_pool is not None and t.intermediate_states is not None
+    row_pitch, row_step = t.intermediate_states.stride()[:2]
+    return dict(
+        **dict(initial_state=t.state_pool, records=t.intermediate_states, accepted=t.num_accepted_tokens),
+        **dict(slot_indices=t.state_indices, row_indices=t.intermediate_indices),
+        **dict(slots=problem.pool_slots, tokens=problem.most_tokens),
+        **dict(slot_pitch=t.state_pool.stride(0), row_pitch=row_pitch, row_step=row_step),
+    )

@@ -22,12 +22,14 @@ from ...problem.problem import Problem, Result, Tensors
 from ...program.launch import Launch
 from ...program.program import Outputs
 from ...program.workspace import new
+from ..shared.scalars import SCALARS
+from .launch import bind
 
 SUM_ELEMENTS = tl.constexpr(16384)
 """Elements of the partial sums that a CTA loads at a time: few heads are few CTAs, which wait for memory."""
 
 
-@triton.jit(do_not_specialize=["HV", "chunk_slots"])
+@triton.jit(do_not_specialize=SCALARS)
 def gate_sums_kernel(partial_A_log, partial_dt_bias, grad_A_log, grad_dt_bias, HV, chunk_slots, K: tl.constexpr):
     """Sums of the partial sums of `A_log`, one CTA a value head, then of those of `dt_bias`, as far as there are any."""
     cta = tl.program_id(0)
@@ -42,7 +44,7 @@ def gate_sums_kernel(partial_A_log, partial_dt_bias, grad_A_log, grad_dt_bias, H
 
 
 @triton.jit
-def sum_over_chunk_slots(partials, head, chunk_slots, HV, K: tl.constexpr):
+def sum_over_chunk_slots(partials, head, chunk_slots, HV, K):
     """A head's partial sums `[S, HV, K]` over the chunk slots, in a fixed order: `[K]`."""
     ROWS: tl.constexpr = SUM_ELEMENTS // K
     total = tl.zeros([ROWS, K], tl.float32)
@@ -53,7 +55,7 @@ def sum_over_chunk_slots(partials, head, chunk_slots, HV, K: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize=["tokens", "N", "HV"])
+@triton.jit(do_not_specialize=SCALARS)
 def finish_kernel(
     heads_q, heads_k, cu_seqlens, grad_q, grad_k, grad_g, grad_v, grad_beta, tokens, N, HV,
     K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -96,7 +98,7 @@ def finish_kernel(
 
 @dataclass(frozen=True)
 class ByHead:
-    """What `intra` leaves: gradients of the call's inputs by value head, dense, those of shared heads in float32; of the gate's
+    """Results of `intra`: gradients of the call's inputs by value head, dense, those of shared heads in float32; of the gate's
     parameters the parts of all chunk slots, `[S, HV, K]`, if the call has them."""
 
     q: Tensor
@@ -116,6 +118,11 @@ class ByHead:
             new(parts, torch.float32, device) if problem.has_A_log else None,
             new(parts, torch.float32, device) if problem.has_dt_bias else None,
         )
+
+    def arguments(self) -> dict[str, Tensor | None]:
+        """Under the names of the kernels of `intra`."""
+        inputs = {f"out_{name}": getattr(self, name) for name in ("q", "k", "g", "beta")}
+        return dict(**inputs, partial_A_log=self.A_log, partial_dt_bias=self.dt_bias)
 
     def outputs(self, problem: Problem) -> dict[str, Tensor]:
         """Those that are the call's gradients already."""
@@ -142,34 +149,19 @@ def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> lis
             outputs.allocate(name, Result((problem.B, problem.T, problem.H, problem.K), problem.dtype))
     launches, scratch = [], heads.buffers(problem)
     if heads.parameters():
-        launches.append(
-            Launch(
-                gate_sums_kernel,
-                problem.HV * len(heads.parameters()),
-                (
-                    *(heads.A_log, heads.dt_bias, outputs.get("A_log"), outputs.get("dt_bias")),
-                    *(problem.HV, problem.B * problem.slots if problem.N > 0 else 0),
-                ),
-                dict(K=problem.K),
-                num_warps=16,
-                scratch=scratch,
-            )
+        own = dict(
+            **dict(partial_A_log=heads.A_log, partial_dt_bias=heads.dt_bias),
+            **dict(grad_A_log=outputs.get("A_log"), grad_dt_bias=outputs.get("dt_bias")),
+            chunk_slots=problem.B * problem.slots if problem.N > 0 else 0,
         )
-    rows = 16 if problem.group > 1 else 64
-    ctas = -(-problem.B * problem.T // rows) * problem.H
+        ctas = problem.HV * len(heads.parameters())
+        bound = bind(gate_sums_kernel, problem, t, own)
+        launches.append(Launch(gate_sums_kernel, ctas, *bound, num_warps=16, scratch=scratch))
+    rows, tokens = 16 if problem.group > 1 else 64, problem.B * problem.T
+    ctas = -(-tokens // rows) * problem.H
     if ctas > 0 and (problem.group > 1 or problem.packed):
-        launches.append(
-            Launch(
-                finish_kernel,
-                ctas,
-                (
-                    *(heads.q, heads.k, t.cu_seqlens),
-                    *(outputs[name] for name in ("q", "k", "g", "v", "beta")),
-                    *(problem.B * problem.T, problem.N, problem.HV),
-                ),
-                dict(K=problem.K, V=problem.V, GROUP=problem.group, ROWS=rows),
-                num_warps=4,
-                scratch=scratch,
-            )
-        )
+        grads = {f"grad_{name}": outputs[name] for name in ("q", "k", "g", "v", "beta")}
+        own = dict(**grads, heads_q=heads.q, heads_k=heads.k, tokens=tokens, ROWS=rows)
+        bound = bind(finish_kernel, problem, t, own)
+        launches.append(Launch(finish_kernel, ctas, *bound, num_warps=4, scratch=scratch))
     return launches

@@ -5,31 +5,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...problem.problem import Problem, Tensors
-from ...program.launch import strides
 from .decode import index_strides
 
-SCALARS = (
-    *("T", "H", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound", "eps", "lowest"),
-    *("slots", "target_slots", "most_tokens", "start_row", "start_token", "target_row", "target_token"),
-    *("key_channels", "value_channels", "key_taps", "value_taps"),
-)
-"""Arguments that the kernel is not specialised for."""
 
-
-def arguments(problem: Problem, t: Tensors, o: Tensor) -> tuple:
-    """As the kernel takes them."""
+def fused_arguments(problem: Problem, t: Tensors, o: Tensor) -> dict[str, object]:
+    """Arguments that the kernels take under other names than the call's."""
     assert t.state_pool is not None and t.state_indices is not None
     stored, targets = t.state_pool, t.state_indices
     if t.intermediate_states is not None:
         stored, targets = t.intermediate_states, t.intermediate_indices  # type: ignore[assignment]
-    return (
-        *(t.q, t.k, t.v, t.weight, t.bias, t.conv_state, t.g, t.beta, t.A_log, t.dt_bias, t.z, t.norm_weight),
-        *(t.cu_seqlens, o, t.state_pool, stored, t.state_indices, targets, t.num_accepted_tokens),
-        *(problem.lowest_index, t.state_pool.shape[0], stored.shape[0], t.state_pool.stride(0), *stored.stride()[:2]),
-        *(*index_strides(t.state_indices), *index_strides(targets)),
-        *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0, problem.eps, problem.T, problem.H),
-        *(problem.H * problem.K, 2 * problem.H * problem.K, *filter_offsets(problem, t.weight), *t.weight.stride()[1:]),
-        *(*t.conv_state.stride(), *strides(t.q, t.k, t.v, t.g, t.beta, t.z, o)),
+    names = ("start_row", "start_token", "target_row", "target_token")
+    taps = dict(zip(("key_taps", "value_taps"), filter_offsets(problem, t.weight)))
+    filters = dict(zip(("weight_channel", "weight_tap"), t.weight.stride()[1:]))
+    windows = dict(zip(("conv_slot", "conv_channel", "conv_place"), t.conv_state.stride()))
+    return dict(
+        **dict(initial_state=t.state_pool, final_state=stored, starts=t.state_indices, targets=targets),
+        **dict(o=o, accepted=t.num_accepted_tokens, slots=t.state_pool.shape[0], target_slots=stored.shape[0]),
+        **dict(start_pitch=t.state_pool.stride(0), target_pitch=stored.stride(0), target_step=stored.stride(1)),
+        **dict(zip(names, (*index_strides(t.state_indices), *index_strides(targets)))),
+        **dict(key_channels=problem.H * problem.K, value_channels=2 * problem.H * problem.K),
+        **dict(taps | filters | windows, CHANNELS=t.conv_state.stride(1) == 1),
     )
 
 

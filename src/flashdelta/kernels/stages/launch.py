@@ -1,12 +1,17 @@
-"""What the launchers of all stages share: the call's inputs as kernels read them, the workspace, limits of GPUs."""
+"""Helpers of all launchers: the call's inputs as kernels read them, the workspace, limits of GPUs."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from ...problem.problem import BACKWARD, Problem, Tensors
 from ...program.workspace import Layout, Workspace
@@ -15,7 +20,7 @@ from .copy import Inputs, laid_out, read
 
 @dataclass(frozen=True)
 class StageCall:
-    """What every stage of a call needs. `t`: as the kernels read them. `arch`: the GPU's compute capability, e.g. 90."""
+    """A call as every stage needs it. `t`: as the kernels read them. `arch`: the GPU's compute capability, e.g. 90."""
 
     problem: Problem
     t: Tensors
@@ -30,6 +35,10 @@ class StageCall:
     def buffers(self) -> tuple[Tensor, ...]:
         return (self.workspace.buffer, *self.beside)
 
+    def left(self, *names: str) -> dict[str, Tensor | None]:
+        """Tensors of the workspace by name, None where it has none of that name."""
+        return dict(zip(names, self.workspace.select(*names)))
+
     @property
     def may_split(self) -> bool:
         """Whether sequences may be split: the workspace has room for segments."""
@@ -39,6 +48,75 @@ class StageCall:
     def forms_segments(self) -> bool:
         """Whether sequences may be split, and the forward has not left their segments."""
         return self.may_split and self.t.segments is None
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a launch is made with, under the kernels' names: `BK` and `BV` are the key and value channels that a CTA holds at a
+    time, `STAGES` the slices or chunks in flight; `STREAM`: states need not stay in the L2 cache."""
+
+    num_warps: int
+    BK: int = 0
+    BV: int = 0
+    STAGES: int = 1
+    STREAM: bool = False
+
+
+@functools.cache
+def parameters(kernel: JITFunction) -> tuple[tuple[str, bool], ...]:
+    """A kernel's parameters in order, and whether each is a compile-time one."""
+    found = inspect.signature(kernel.fn).parameters.values()
+    return tuple((x.name, "constexpr" in str(x.annotation)) for x in found)
+
+
+FIELDS = {
+    **dict(C="chunk_size", GATE="gate", BETA="beta_kind", L2NORM="l2norm", SAFE="safe_gate", V_FIRST="state_v_first"),
+    **dict(GROUP="group", W="taps", L="state_length", chunk_slots="slots", lowest="lowest_index"),
+}
+"""Fields of a problem that kernels name otherwise."""
+
+AXES = {"batch": 0, "token": 1, "head": 2}
+
+
+def plain_stride(name: str, x: Tensor, axis: int) -> int:
+    return x.stride(axis)
+
+
+def bind(
+    kernel: JITFunction,
+    problem: Problem,
+    t: Tensors,
+    own: Mapping[str, object],
+    stride: Callable[[str, Tensor, int], int] = plain_stride,
+) -> tuple[tuple, dict[str, Any]]:
+    """The run-time and compile-time arguments of a kernel, in its order. A parameter takes what `own` has of its name, else the
+    call's tensor of that name, else the field of its problem. `x_batch`, `x_token` and `x_head` are the strides of `x`, 0 of
+    one that is absent; a `lower_bound` that is absent is 0, too.
+
+    Raises:
+        AttributeError: a parameter that none of them has.
+    """
+
+    def value(name: str) -> Any:
+        if name in own:
+            return own[name]
+        if hasattr(t, name):
+            return getattr(t, name)
+        of, _, dimension = name.rpartition("_")
+        if dimension in AXES and of:
+            x = value(of)
+            return 0 if x is None else stride(of, x, AXES[dimension])
+        field = getattr(problem, FIELDS.get(name, name))
+        return 0.0 if name == "lower_bound" and field is None else field
+
+    arguments, constants = [], {}
+    for name, constant in parameters(kernel):
+        x = value(name)
+        if constant:
+            constants[name] = x
+        else:
+            arguments.append(int(x) if isinstance(x, bool) else x)
+    return tuple(arguments), constants
 
 
 DENSE = (
@@ -83,7 +161,8 @@ def has_rows(x: Tensor) -> bool:
 
 
 def segment_layout(problem: Problem, segments: int) -> Layout:
-    """What the stages of a split leave for each other (`segments.py`), with up to `segments` of them; nothing without."""
+    """Layout of what the stages of a split leave for each other (`segments.py`), with up to `segments` of them; nothing
+    without."""
     if segments == 0:
         return {}
     rows = {"transitions": problem.K, "offsets": problem.V, "starts": problem.V}
@@ -92,7 +171,8 @@ def segment_layout(problem: Problem, segments: int) -> Layout:
 
 
 def layout(problem: Problem, segments: int = 0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What `prepare` leaves for `recurrence`, for `S = B * slots` chunk slots, and what a split keeps, if there is one."""
+    """Layout of what `prepare` leaves for `recurrence`, for `S = B * slots` chunk slots, and what a split keeps, if there is
+    one."""
     S, HV, C, K = problem.B * problem.slots, problem.HV, problem.chunk_size, problem.K
     operand, square = ((S, HV, C, K), problem.dtype), ((S, HV, C, C), problem.dtype)
     tiles = {"w": operand, "qg": operand, "kg": operand, "Akk_inv": square, "Aqk": square}
@@ -108,13 +188,13 @@ def chunks(problem: Problem) -> int:
 
 
 def precision(problem: Problem) -> str:
-    """Of products whose operands are float32 in the kernel."""
+    """The precision of products whose operands are float32 in the kernel."""
     return problem.precision if problem.operation == "prefill" else dot_precision(problem.dtype)
 
 
-def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) -> tuple:
-    """Where states are read and stored, as the kernels take it (`device/states.py`). For a state that the call does not
-    have, an empty tensor, which the kernel leaves alone."""
+def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) -> dict[str, object]:
+    """Where states are read and stored, under the kernels' names (`shared/states.py`). A state that the call does not have is
+    an empty tensor, which the kernel leaves alone."""
     if problem.has_pool:
         assert t.state_pool is not None
         initial = final = t.state_pool
@@ -122,20 +202,18 @@ def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) ->
     else:
         initial, final = or_empty(problem, t, t.initial_state, final_state)
         pitch = problem.HV * problem.K * problem.V
-    return (
-        *(initial, final, t.state_indices, t.has_initial_state, problem.lowest_index, problem.pool_slots),
-        *(int(problem.has_initial_state), int(final_state is not None), pitch),
-    )
+    given = dict(has_initial=problem.has_initial_state, has_final=final_state is not None, state_pitch=pitch)
+    return dict(initial_state=initial, final_state=final, **given)
 
 
-def packet_arguments(call: StageCall) -> tuple:
-    """Where `recurrence` leaves states for the second rank, as kernels take it: the border and the packet."""
-    return (None, None) if call.packet is None else (call.t.border, call.packet)
+def packet_arguments(call: StageCall) -> dict[str, object]:
+    """Where `recurrence` leaves states for the second rank, under the kernels' names."""
+    return dict(border=None if call.packet is None else call.t.border, packet=call.packet)
 
 
-def checkpoint_arguments(problem: Problem, t: Tensors) -> tuple:
-    """Where states at checkpoints are stored, as kernels take it: offsets and indices; a buffer of their own, chunks from one
-    checkpoint to the next where they are regular, and the buffer's rows and pitch."""
+def checkpoint_arguments(problem: Problem, t: Tensors) -> dict[str, object]:
+    """Where states at checkpoints are stored, under the kernels' names: chunks from one checkpoint to the next where they are
+    regular, and the rows and pitch of a buffer of their own."""
     buffer, every, rows, pitch = t.checkpoint_states, None, None, None
     if buffer is not None:
         rows = buffer.shape[0]
@@ -143,7 +221,7 @@ def checkpoint_arguments(problem: Problem, t: Tensors) -> tuple:
         pitch = buffer.stride(0) if rows > 1 else problem.HV * problem.K * problem.V
         if problem.checkpoint_every > 0:
             every = problem.checkpoint_every // problem.chunk_size
-    return t.checkpoint_offsets, t.checkpoint_indices, buffer, every, rows, pitch
+    return dict(checkpoint_every=every, checkpoint_rows=rows, checkpoint_pitch=pitch)
 
 
 def or_empty(problem: Problem, t: Tensors, *states: Tensor | None) -> list[Tensor]:
@@ -157,16 +235,16 @@ SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_44
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Of products whose operands are float32 in the kernel. tf32x3 carries 21 mantissa bits or more."""
+    """The precision of products whose operands are float32 in the kernel. tf32x3 carries 21 mantissa bits or more."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def backward_precision(problem: Problem, capability: int) -> str:
-    """Of `wy` and `intra`. In float32 on Hopper without tensor cores: Triton 3.6 makes wrong wgmma of tf32 operands that lie by
-    columns, and code that reads out of bounds."""
+    """The precision of products in `wy` and `intra`. In float32 on Hopper without tensor cores: Triton 3.6 makes wrong wgmma of
+    tf32 operands that lie by columns, and code that reads out of bounds."""
     return "ieee" if problem.dtype == torch.float32 and capability == 90 else dot_precision(problem.dtype)
 
 
 def safe_blocks(problem: Problem) -> bool:
-    """Whether blocks of 32 rows may use one reference: `exp(80)` must be finite in the operand dtype."""
+    """Says whether blocks of 32 rows may use one reference: `exp(80)` must be finite in the operand dtype."""
     return problem.safe_gate and problem.dtype != torch.float16

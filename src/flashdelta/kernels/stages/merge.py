@@ -19,17 +19,14 @@ from torch import Tensor
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
 from ..shared.mma import dot
+from ..shared.scalars import SCALARS
 from ..shared.sequences import crossing_packet, locate_sequence, own_work_tile
 from ..shared.states import load_state, named_slot, sequence_slot, state_offsets, store_state
-from .launch import StageCall, state_arguments
+from .launch import StageCall, bind, state_arguments
 from .segments import compose_config
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("rank", "packets", "T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def merge_kernel(
     transitions, offsets, merged, border, cu_seqlens,
     initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots, has_initial, has_final,
@@ -72,7 +69,7 @@ def merge_kernel(
     store_state(merged, n * HV * K * V + in_head, state, 1)
 
 
-@triton.jit(do_not_specialize=["packets", "HV"])
+@triton.jit(do_not_specialize=SCALARS)
 def clear_kernel(grad_initial, border, packets, HV, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Zeros for the rows of `grad_initial [N, HV, SIZE]` whose sequences start on another rank. One CTA per (row, head)."""
     opened = tl.load(border)
@@ -84,7 +81,7 @@ def clear_kernel(grad_initial, border, packets, HV, SIZE: tl.constexpr, BLOCK: t
         tl.store(grad_initial + at * SIZE + start + lane, tl.zeros([BLOCK], grad_initial.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["lowest", "pool_slots", "packets", "T", "HV"])
+@triton.jit(do_not_specialize=SCALARS)
 def store_ends_kernel(
     states, pool, border, cu_seqlens, state_indices, lowest, pool_slots, pitch: tl.int64, packets, T, HV,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -106,15 +103,13 @@ def store_ends_kernel(
 def store_ends(call: StageCall, final_state: Tensor) -> Launch:
     problem, t = call.problem, call.t
     assert t.state_pool is not None
+    own = dict(states=final_state, pool=t.state_pool, pitch=t.state_pool.stride(0))
     return Launch(
         store_ends_kernel,
         problem.N * problem.HV,
-        (
-            *(final_state, t.state_pool, t.border, t.cu_seqlens, t.state_indices),
-            *(problem.lowest_index, problem.pool_slots, t.state_pool.stride(0)),
-            *(problem.packets, problem.T, problem.HV),
+        *bind(
+            store_ends_kernel, problem, t, dict(**own, packets=problem.packets, SIZE=problem.K * problem.V, BLOCK=1024)
         ),
-        dict(SIZE=problem.K * problem.V, BLOCK=1024),
         num_warps=4,
         scratch=(final_state,),
     )
@@ -126,32 +121,21 @@ def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Te
     problem, t, backward = call.problem, call.t, gradients is not None
     offsets = packets[:, :, :, -problem.V :] if gradients is None else gradients
     c = compose_config(problem, call.arch)
+    own = dict(
+        **dict(transitions=packets, offsets=offsets, merged=merged),
+        **dict(transition_pitch=packets.stride(2), offset_pitch=offsets.stride(2)),
+        **dict(OFFSETS_V_FIRST=problem.state_v_first or not backward, BACKWARD=int(backward), **vars(c)),
+    )
     return Launch(
         merge_kernel,
         problem.N * problem.HV * (problem.V // c.BV),
-        (
-            *(packets, offsets, merged, t.border, t.cu_seqlens, *state_arguments(problem, t, None)),
-            *(problem.rank, problem.packets, packets.stride(2), offsets.stride(2), problem.T, problem.N, problem.HV),
-        ),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            BV=c.BV,
-            V_FIRST=problem.state_v_first,
-            OFFSETS_V_FIRST=problem.state_v_first or not backward,
-            BACKWARD=int(backward),
-            STAGES=c.stages,
-        ),
+        *bind(merge_kernel, problem, t, {**state_arguments(problem, t, None), **own, "packets": problem.packets}),
         c.num_warps,
         scratch=(packets, merged) if gradients is None else (packets, merged, gradients),
     )
 
 
 def clear(problem: Problem, t: Tensors, grad_initial: Tensor) -> Launch:
-    return Launch(
-        clear_kernel,
-        problem.packets * problem.HV if problem.N > 0 else 0,
-        (grad_initial, t.border, problem.packets, problem.HV),
-        dict(SIZE=problem.K * problem.V, BLOCK=1024),
-        num_warps=4,
-    )
+    own = dict(grad_initial=grad_initial, packets=problem.packets, SIZE=problem.K * problem.V, BLOCK=1024)
+    ctas = problem.packets * problem.HV if problem.N > 0 else 0
+    return Launch(clear_kernel, ctas, *bind(clear_kernel, problem, t, own), num_warps=4)

@@ -3,7 +3,7 @@ leads from one to the next, for every backend; and what a forward leaves of a sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,15 +15,16 @@ from ...program.launch import Launch
 from ...program.program import Outputs
 from ...program.workspace import Layout, Workspace, sizes
 from ..shared.mma import dot
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_work_tile
 from ..shared.states import load_state, sequence_slot, state_offsets
-from .launch import SHARED_MEMORY, StageCall, state_arguments
+from .launch import SHARED_MEMORY, Config, StageCall, bind, state_arguments
 
 MOST_SEGMENTS = tl.constexpr(128)
-"""Of a planned sequence, or more."""
+"""Segments of a planned sequence, or more."""
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=SCALARS)
 def compose_kernel(
     transitions, offsets, starts, forgets, first_segment, cu_seqlens,
     initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots, has_initial, has_final,
@@ -105,56 +106,40 @@ def compose_kernel(
             here += onward
 
 
-@dataclass(frozen=True)
-class ComposeConfig:
-    """`BV`: value channels a CTA; `BK`: key channels of the state that it holds at a time; `stages`: transitions in flight."""
-
-    BV: int
-    BK: int
-    num_warps: int
-    stages: int
-
-
-def compose_config(problem: Problem, capability: int) -> ComposeConfig:
+def compose_config(problem: Problem, capability: int) -> Config:
     """At K = V = 128 a step takes 2.3 us on an H200; 2.6 with 2 stages, 4.0 with slices of 32 channels, 5.8 by `BK` = 64."""
     if problem.K > 128:
-        return ComposeConfig(BV=min(32, problem.V), BK=64, num_warps=4, stages=1)
+        return Config(BV=min(32, problem.V), BK=64, num_warps=4, STAGES=1)
     stages = 3 if SHARED_MEMORY[capability] > 170_000 else 2
-    return ComposeConfig(BV=min(16, problem.V), BK=problem.K, num_warps=8, stages=stages)
+    return Config(BV=min(16, problem.V), BK=problem.K, num_warps=8, STAGES=stages)
 
 
 def compose(call: StageCall, final_state: Tensor | None, backward: bool = False) -> Launch:
-    """The states before all segments; with `backward` the gradients of those after them, in their place, from
+    """Finds the states before all segments; with `backward` the gradients of those after them, in their place, from
     `call.t.initial_state`."""
     problem, t = call.problem, call.t
     c = compose_config(problem, call.arch)
     overlaps = call.arch >= 90
+    segments = call.left("transitions", "offsets", "starts", "forgets", "first_segment")
+    own = dict(vars(c), BACKWARD=int(backward), OVERLAP=overlaps)
     return Launch(
         compose_kernel,
         problem.N * problem.HV * (problem.V // c.BV),
-        (
-            *(*call.workspace.select("transitions", "offsets", "starts", "forgets", "first_segment"), t.cu_seqlens),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV),
-        ),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            BV=c.BV,
-            BK=c.BK,
-            V_FIRST=problem.state_v_first,
-            BACKWARD=int(backward),
-            STAGES=c.stages,
-            OVERLAP=overlaps,
-        ),
+        *bind(compose_kernel, problem, t, {**segments, **state_arguments(problem, t, final_state), **own}),
         c.num_warps,
         overlaps=overlaps,
         scratch=call.buffers,
     )
 
 
+def transition_arguments(t: Tensors, where: dict[str, Any]) -> dict[str, Any]:
+    """Where the kernels of stage `transitions` leave what they find, under their names."""
+    pitches = dict(transition_pitch=where["transitions"].stride(1), offset_pitch=where["offsets"].stride(1))
+    return dict(**where, **pitches, border=t.border if where["first_segment"] is None else None)
+
+
 LASTING = ("transitions", "starts", "first_segment")
-"""What the backward pass needs of a split."""
+"""Tensors of a split that the backward pass needs."""
 
 
 def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs) -> dict[str, Tensor]:
@@ -169,7 +154,7 @@ def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs) -> dict
 
 
 def found_segments(t: Tensors, layout: Layout) -> dict[str, Tensor]:
-    """What the forward has left so, by name."""
+    """Takes what the forward has left so, by name."""
     if t.segments is None:
         return {}
     return Workspace({name: layout[name] for name in LASTING}, t.segments).tensors()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ...problem.problem import Problem
+from ...problem.problem import Problem, Tensors
+from ...program.program import Outputs
 from ...program.workspace import new
 
 
 @dataclass(frozen=True)
 class WyOperands:
-    """What `wy` reads, under the kernels' names."""
+    """Operands of `wy`, under the kernels' names."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -29,21 +31,23 @@ class WyOperands:
     A_log: torch.Tensor | None = None
     dt_bias: torch.Tensor | None = None
 
-    def arguments(self) -> tuple[torch.Tensor | None, ...]:
-        """As the kernels take them."""
-        return (
-            *(self.q, self.k, self.g, self.v, self.beta, self.A_log, self.dt_bias, self.cu_seqlens),
-            *(self.Akk_inv, self.h, self.v_new, self.do, self.dv, self.dh),
-        )
+    @staticmethod
+    def of(t: Tensors) -> WyOperands:
+        """The operands of `chunk_bwd_wy_dqkg`, the stage on its own."""
+        return WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
+
+    def arguments(self) -> dict[str, Any]:
+        """Under the kernels' names."""
+        return dict(vars(self), grad_o=self.do, o=self.do, grad_v_new=self.dv, grad_h=self.dh)
 
     def kept(self) -> tuple[torch.Tensor, ...]:
-        """What stages before it left."""
+        """Operands that stages before it left."""
         return self.Akk_inv, self.h, self.v_new, self.dv, self.dh
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What `wy` leaves for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
+    """Results of `wy` for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
     `grad_Aqk`, as `Akk_inv`."""
 
     grad_q: torch.Tensor
@@ -64,6 +68,16 @@ class Parts:
             *(new(squares, squares_dtype, device) for _ in range(2)),
         )
 
+    def arguments(self) -> dict[str, Any]:
+        """Under the kernels' names."""
+        return vars(self)
+
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         return self.grad_q, self.grad_k, self.grad_G, self.grad_beta, self.grad_A, self.grad_Aqk
+
+
+def wy_results(outputs: Outputs) -> dict[str, torch.Tensor | None]:
+    """Results of `chunk_bwd_wy_dqkg` under the kernels' names."""
+    names = dict(q="dq", k="dk", G="dg", v="dv", beta="dbeta", A="dA")
+    return {f"grad_{name}": outputs[result] for name, result in names.items()} | {"grad_Aqk": None}

@@ -6,51 +6,54 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...parallel.merge import around_recurrence
 from ...problem.problem import BACKWARD, Problem, Tensors
 from ...problem.split import segments_of_call
 from ...program.launch import Launch, capability, sm_count
-from ...program.program import Outputs, Program, Step
+from ...program.program import Outputs, Program
 from ...program.workspace import Layout, Workspace
+from ..stages import backward_pass
+from ..stages.backward_pass import StageSet
 from ..stages.launch import StageCall, layout, prepare_inputs
-from ..stages.segments import lasting_segments
-from . import convolution, gradients, norm
+from . import convolution, norm
 from .commit import commit
 from .convolution import short_convolution
 from .decode import decode
 from .fused_decode import fused_kda_decode
+from .intra import intra
 from .norm import gated_rms_norm
 from .output import output
 from .prepare import prepare
 from .recurrence import recurrence
+from .reverse import reverse
 from .segments import SPLIT_COSTS, before_segments, outgoing, room
 from .verify import verify
-from .wy import wy_dqkg
+from .wy import wy, wy_dqkg
 
 
 def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
-    """The program, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
+    """Makes the program, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
     if problem.operation == "chunk" + BACKWARD:
-        return gradients.backward(problem, t, arch)
+        return backward_pass.backward(stages_of(problem, t, arch))
     if problem.keeps:
-        return gradients.forward(problem, t, arch)
+        return backward_pass.forward(stages_of(problem, t, arch))
     outputs = Outputs(t.device) if problem.operation.endswith(BACKWARD) else Outputs.of(problem, t)
+    if problem.operation == "chunk":
+        stages = stages_of(problem, t, arch)
+        return Program(outputs, stages.forward(outputs), stages.copies)
     t, copies = prepare_inputs(problem, t)
     return Program(outputs, LAUNCHES[problem.operation](problem, t, arch, outputs), copies)
 
 
-def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
-    most = room(problem, arch, sm_count(t.device))
-    wanted = layout(problem, segments_of_call(problem, most, SPLIT_COSTS))
-    workspace = Workspace.allocate(wanted, t.device, lasting_segments(problem, wanted, outputs))
-    call = StageCall(problem, t, arch, workspace)
-    o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
-    prepared, carried, stored = prepare(call), list[Step](), list[Step]()
-    if problem.ranks > 1:
-        carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
-    split = before_segments(call, most, final_state)
-    return [prepared, *carried, *split, recurrence(call, o, final_state, h), *stored]
+def stages_of(problem: Problem, t: Tensors, arch: int) -> StageSet:
+    t, copies = prepare_inputs(problem, t)
+    segments = segments_of_call(problem, room(problem, arch, sm_count(t.device)), SPLIT_COSTS)
+    return StageSet(
+        *(problem, t, copies, layout(problem, segments), arch),
+        *(prepare, before_segments, outgoing, recurrence, reverse, wy, intra),
+        squares=(problem.B * problem.slots, problem.HV, problem.chunk_size, problem.chunk_size),
+        squares_dtype=torch.float32,
+    )
 
 
 def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -78,8 +81,7 @@ def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) ->
     return (verify if problem.has_records else decode)(problem, t, arch, outputs)
 
 
-LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Iterable[Step]]] = {
-    "chunk": chunk,
+LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Iterable[Launch]]] = {
     "recurrent": decode,
     "decode": tokens_of_pool,
     "fused_decode": fused_kda_decode,

@@ -16,8 +16,6 @@ stores nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -26,10 +24,13 @@ from ...problem.problem import RECORD_COUNTS, Problem, Tensors
 from ...program.launch import Launch
 from ...program.program import Outputs
 from ..shared.records import COUNTS, load_record, record_counts, record_width
+from ..shared.scalars import SCALARS
 from ..shared.states import slot_and_row, state_offsets
+from ..stages.decode import commit_arguments
+from ..stages.launch import Config, bind
 
 
-@triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens"])
+@triton.jit(do_not_specialize=SCALARS)
 def commit_kernel(
     initial_state, intermediate_states, slot_indices, row_indices,
     accepted, lowest, slots, rows, tokens, size, slot_pitch: tl.int64, row_pitch: tl.int64, row_step: tl.int64,
@@ -47,7 +48,7 @@ def commit_kernel(
         tl.store(initial_state + slot * slot_pitch + inside, state, mask=mask)
 
 
-@triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
+@triton.jit(do_not_specialize=SCALARS)
 def replay_kernel(
     initial_state, records, slot_indices, row_indices, accepted, lowest, slots,
     rows, tokens, HV, slot_pitch: tl.int64, row_pitch: tl.int64, row_step: tl.int64,
@@ -97,31 +98,19 @@ COMMIT_BLOCK = 4096
 """Elements a CTA of `commit` copies."""
 
 
-@dataclass(frozen=True)
-class ReplayConfig:
-    """`BV`: value channels a CTA, of which a head has at most `RECORD_COUNTS` slices."""
-
-    BV: int
-    num_warps: int
-
-
-def replay_config(problem: Problem) -> ReplayConfig:
+def replay_config(problem: Problem) -> Config:
     """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 32 registers a thread twice."""
     BV = max(-(-problem.V // RECORD_COUNTS), min(problem.V, 4096 // problem.K))
-    return ReplayConfig(BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
+    return Config(BV=BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
 
 
 def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    assert t.state_pool is not None and t.intermediate_states is not None
-    tensors = (t.state_pool, t.intermediate_states, t.state_indices, t.intermediate_indices, t.num_accepted_tokens)
-    limits = (problem.lowest_index, problem.pool_slots, problem.rows, problem.most_tokens)
-    pitches = (t.state_pool.stride(0), *t.intermediate_states.stride()[:2])
+    own = commit_arguments(problem, t)
     if problem.has_records:
-        c = replay_config(problem)
-        constants = dict(K=problem.K, V=problem.V, BV=c.BV, V_FIRST=problem.state_v_first, OVERLAP=arch >= 90)
+        c, overlaps = replay_config(problem), arch >= 90
         ctas = problem.N * problem.HV * (problem.V // c.BV)
-        arguments = (*tensors, *limits, problem.HV, *pitches)
-        return [Launch(replay_kernel, ctas, arguments, constants, c.num_warps, overlaps=arch >= 90)]
+        bound = bind(replay_kernel, problem, t, dict(own | vars(c), OVERLAP=overlaps))
+        return [Launch(replay_kernel, ctas, *bound, c.num_warps, overlaps=overlaps)]
     size = problem.HV * problem.V * problem.K
-    ctas = problem.N * -(-size // COMMIT_BLOCK)
-    return [Launch(commit_kernel, ctas, (*tensors, *limits, size, *pitches), dict(BLOCK=COMMIT_BLOCK), num_warps=4)]
+    bound = bind(commit_kernel, problem, t, dict(**own, size=size, BLOCK=COMMIT_BLOCK))
+    return [Launch(commit_kernel, problem.N * -(-size // COMMIT_BLOCK), *bound, num_warps=4)]

@@ -28,13 +28,15 @@ from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
 from ...program.workspace import new
 from ..shared.gates import quick_sigmoid
+from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, locate_sequence, rows_before, sequence_bounds
 from ..shared.states import everywhere, sequence_slot
+from ..stages.launch import bind
 from .sums import sums
 
 
 @triton.jit
-def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD: tl.constexpr):
+def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD):
     """The CTA's channels, its sequence, which tile of it, and the sequence's batch row, first and past-the-last token. Tiles of
     packed sequences are chunk slots (`sequences.py: first_chunk_slot`): a tile may lie past its sequence's end."""
     blocks = tl.cdiv(D, BD)
@@ -61,7 +63,7 @@ def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD: tl.constexpr):
 
 
 @triton.jit
-def load_filters(weight, channel, D, W: tl.constexpr):
+def load_filters(weight, channel, D, W):
     """Four taps of each channel; those before the first are zeros."""
     tap = tl.arange(0, 4) - (4 - W)
     at = channel[:, None] * W + tap[None, :]
@@ -90,7 +92,7 @@ def load_input(rows, token_stride, position, inside, present):
 
 
 @triton.jit
-def load_first(rows, token_stride, count, inside, AHEAD: tl.constexpr):
+def load_first(rows, token_stride, count, inside, AHEAD):
     """The rows of the tokens that are loaded ahead of a tile's loop."""
     ahead = ()
     for i in tl.static_range(AHEAD):
@@ -99,9 +101,7 @@ def load_first(rows, token_stride, count, inside, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def load_earlier(
-    rows, token_stride, states, input_stride, past, stated, inside, W: tl.constexpr, L: tl.constexpr
-):  # fmt: skip
+def load_earlier(rows, token_stride, states, input_stride, past, stated, inside, W, L):
     """The inputs 1, 2 and 3 tokens before that of `rows` in fp32, as far as there are taps for them: the sequence's, of which
     `past` are before it, or the state's. `stated`: whether any is the state's."""
     x1 = load_input(rows, token_stride, -1, inside, past >= 1).to(tl.float32)
@@ -122,7 +122,7 @@ def load_earlier(
 
 
 @triton.jit
-def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W: tl.constexpr):
+def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W):
     """`bias + w0 x3 + w1 x2 + w2 x1 + w3 x0`. A tap that is not there leaves its input out, which may be infinite."""
     p = bias
     if W >= 4:
@@ -132,7 +132,7 @@ def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W: tl.constexpr):
     return tl.fma(w3, x0, tl.fma(w2, x1, p))
 
 
-@triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "lowest", "slots", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=SCALARS)
 def convolution_kernel(
     x, weight, bias, o, initial, final, state_indices, has_initial_state,
     cu_seqlens, lowest, slots, has_initial, has_final, T, N,
@@ -194,7 +194,7 @@ def convolution_kernel(
 @triton.jit
 def store_last(
     rows, token_stride, initial, final, slot, final_row, read, begin, end, channel, inside,
-    initial_slot, initial_channel, initial_input, final_slot, final_channel, final_input, L: tl.constexpr,
+    initial_slot, initial_channel, initial_input, final_slot, final_channel, final_input, L,
 ):  # fmt: skip
     """The last `L` inputs of a sequence, and of the state before it in `slot` if it is shorter, to the state after it in
     `final_row`. Both may be one: only the CTA of the first tile reads it."""
@@ -217,9 +217,7 @@ def store_last(
     )
 
 
-@triton.jit(
-    do_not_specialize=["T", "N", "token_tiles", "checkpoints", "checkpoint_rows", "lowest", "slots", "has_initial"]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def convolution_checkpoints_kernel(
     x, initial, checkpoint_states, checkpoint_offsets, checkpoint_indices, state_indices, has_initial_state,
     cu_seqlens, checkpoints, checkpoint_rows, lowest, slots, has_initial,
@@ -255,8 +253,8 @@ def convolution_checkpoints_kernel(
 
 
 @triton.jit
-def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W: tl.constexpr):
-    """Of the input `W - 1` tokens back."""
+def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W):
+    """The gradient of the input `W - 1` tokens back."""
     none = tl.zeros_like(p0)
     if W == 4:
         grad = filtered(none, w3, w2, w1, w0, p3, p2, p1, p0, 4)
@@ -268,10 +266,7 @@ def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W: tl.constexpr):
 
 
 @triton.jit
-def backward_turn(
-    first, places, memory, states, taps, carried,
-    W: tl.constexpr, L: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
+def backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, PLAIN):
     """A token of each group. `PLAIN`: `AHEAD` of them, all the groups' own, none of which meets a state: no branches, no
     selects. Returns what the next turn gets as `carried`, and the gradients of these tokens' `p`."""
     tile, length, group, steps, own, live, channels, inside = places
@@ -351,8 +346,8 @@ def backward_turn(
 
 
 @triton.jit
-def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W: tl.constexpr):
-    """What all groups have of the filters' gradients, always added in the same order."""
+def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W):
+    """Stores all groups' sums, the filters' gradients, always added in the same order."""
     joined = tl.join(tl.join(s0, s2), tl.join(s1, s3))
     total = tl.sum(tl.reshape(joined, (s0.shape[0], s0.shape[1], 4)), axis=0)
     tap = tl.arange(0, 4) - (4 - W)
@@ -360,7 +355,7 @@ def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W: tl
     tl.store(to + at, total.to(to.dtype.element_ty), mask=(channel < D)[:, None] & (tap >= 0)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=SCALARS)
 def convolution_backward_kernel(
     x, weight, bias, initial, cu_seqlens, do, grad_final,
     dx, grad_initial, partials, grad_weight, grad_bias, has_initial, has_final,
@@ -491,19 +486,19 @@ def convolution_backward_kernel(
 
 @dataclass(frozen=True)
 class ConvolutionConfig:
-    """`BT`: tokens of a tile, `W - 1` at least, `BD`: its channels; `ahead`: tokens that a thread loads ahead; `groups` of
+    """`BT`: tokens of a tile, `W - 1` at least, `BD`: its channels; `AHEAD`: tokens that a thread loads ahead; `GROUPS` of
     threads that share the tile's tokens (backward)."""
 
     BT: int
     BD: int
     num_warps: int
-    ahead: int
+    AHEAD: int
     max_registers: int
-    groups: int = 1
+    GROUPS: int = 1
 
 
 @dataclass(frozen=True)
-class Form:
+class ThreadConfig:
     """Bytes that a thread loads of a token, warps of a CTA, tokens ahead, most registers, and how many CTAs an SM then has."""
 
     bytes: int
@@ -513,16 +508,17 @@ class Form:
     ctas: int
 
     def channels(self, problem: Problem) -> int:
-        """Of a warp whose threads all have channels of their own."""
+        """Channels of a warp whose threads all have their own."""
         return 32 * self.bytes // problem.dtype.itemsize
 
 
-FORWARD, BACKWARD, ALONE = Form(8, 2, 16, 128, 8), Form(8, 4, 4, 168, 3), Form(8, 4, 6, 168, 3)
-"""A forward tile has the tokens that are loaded at once. `ALONE`: of the backward pass with all tokens in a tile, and without
-states, with which six tokens ahead spill more than four."""
+FORWARD, BACKWARD = ThreadConfig(8, 2, 16, 128, 8), ThreadConfig(8, 4, 4, 168, 3)
+SINGLE_TILE = ThreadConfig(8, 4, 6, 168, 3)
+"""A forward tile has the tokens that are loaded at once. `SINGLE_TILE`: of the backward pass with all tokens in a tile, and
+without states, with which six tokens ahead spill more than four."""
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
-"""Of a group of a tile: each reads `W - 1` tokens of the one before."""
+"""Fewest and most tokens of a group of a tile: each reads `W - 1` tokens of the one before."""
 
 NARROWEST = 64
 """Bytes of a row that a CTA of the backward pass reads at least: two sectors."""
@@ -532,33 +528,35 @@ MOST_AT_ONCE = 256
 
 
 def convolution_config(
-    problem: Problem, device: torch.device, backward: bool = False, form: Form | None = None
+    problem: Problem, device: torch.device, backward: bool = False, threads: ThreadConfig | None = None
 ) -> ConvolutionConfig:
-    """Of the backward pass tiles as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group at most."""
+    """Chooses sizes. Tiles of the backward pass are as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group
+    at most."""
     whole = triton.next_power_of_2(problem.D)
     if not backward:
-        form = form or FORWARD
-        BD = max(32, min(form.warps * form.channels(problem), whole))
-        warps = max(1, BD // form.channels(problem))
-        return ConvolutionConfig(form.ahead, BD, warps, form.ahead, form.max_registers)
+        threads = threads or FORWARD
+        BD = max(32, min(threads.warps * threads.channels(problem), whole))
+        warps = max(1, BD // threads.channels(problem))
+        return ConvolutionConfig(threads.ahead, BD, warps, threads.ahead, threads.max_registers)
     stated = problem.has_initial_state or problem.output_final_state
-    alone = one_tile(problem, device, form or (BACKWARD if stated else ALONE))
-    if alone is not None:
-        return alone
-    form = form or BACKWARD
-    wave, tokens, narrowest = sm_count(device) * form.ctas, problem.B * problem.T, NARROWEST // problem.dtype.itemsize
+    single = one_tile(problem, device, threads or (BACKWARD if stated else SINGLE_TILE))
+    if single is not None:
+        return single
+    threads = threads or BACKWARD
+    wave, tokens = sm_count(device) * threads.ctas, problem.B * problem.T
+    narrowest = NARROWEST // problem.dtype.itemsize
     BD = max(narrowest, min(4 * narrowest, whole))
-    groups = form.channels(problem) * form.warps // BD
+    groups = threads.channels(problem) * threads.warps // BD
     blocks = -(-problem.D // BD)
     waves = max(1, -(-tokens * blocks // (wave * MOST_TOKENS * groups)))
-    BT, unit = -(-tokens // max(1, wave * waves // blocks)), form.ahead * groups
+    BT, unit = -(-tokens // max(1, wave * waves // blocks)), threads.ahead * groups
     BT = max(FEWEST_TOKENS * groups, -(-BT // unit) * unit)
-    return ConvolutionConfig(BT, BD, form.warps, form.ahead, form.max_registers, groups)
+    return ConvolutionConfig(BT, BD, threads.warps, threads.ahead, threads.max_registers, groups)
 
 
-def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionConfig | None:
+def one_tile(problem: Problem, device: torch.device, threads: ThreadConfig) -> ConvolutionConfig | None:
     """A tile with all tokens, which leaves no sums to add, if blocks of some channels fill one wave."""
-    wave, most = sm_count(device) * form.ctas, form.warps * form.channels(problem)
+    wave, most = sm_count(device) * threads.ctas, threads.warps * threads.channels(problem)
     BD = triton.next_power_of_2(-(-problem.D // wave))
     BD = max(NARROWEST // problem.dtype.itemsize, min(most, BD))
     groups = most // BD
@@ -566,7 +564,7 @@ def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionC
         return None
     if groups * MOST_AT_ONCE < problem.T:
         return None
-    return ConvolutionConfig(max(1, problem.T), BD, form.warps, form.ahead, form.max_registers, groups)
+    return ConvolutionConfig(max(1, problem.T), BD, threads.warps, threads.ahead, threads.max_registers, groups)
 
 
 def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
@@ -578,73 +576,57 @@ def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
     return one, problem.B * one
 
 
-def constants(problem: Problem, c: ConvolutionConfig, overlaps: bool, **of_backward: object) -> dict[str, object]:
-    sizes = {"W": problem.taps, "L": problem.state_length, "BD": c.BD, **of_backward, "AHEAD": c.ahead}
-    return {**sizes, "SILU": problem.activation == "silu", "OVERLAP": overlaps}
+def arguments(
+    problem: Problem, t: Tensors, c: ConvolutionConfig, arch: int, states: dict[str, Tensor | None]
+) -> dict[str, object]:
+    """Arguments that the kernels take under other names than the call's. `states`: an empty tensor stands for one that is not
+    there."""
+    absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
+    found = {name: absent if x is None else x for name, x in states.items()}
+    channels = {
+        f"{name}_{axis}": s for name, x in found.items() for axis, s in zip(("slot", "channel", "input"), x.stride())
+    }
+    one, tiles = token_tiles(problem, c)
+    return dict(
+        **dict(found | channels, slots=problem.pool_slots),
+        **dict(vars(c), ctas=tiles * -(-problem.D // c.BD), token_tiles=one),
+        **dict(SILU=problem.activation == "silu", OVERLAP=arch >= 90),
+    )
 
 
 def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    o, final = outputs["o"], outputs.get("final_state")
-    absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
-    initial = t.initial_state if t.state_pool is None else t.state_pool
-    final = final if t.state_pool is None else t.state_pool
-    initial, given = absent if initial is None else initial, absent if final is None else final
-    c, overlaps = convolution_config(problem, t.device), arch >= 90
-    one, tiles = token_tiles(problem, c)
+    initial, final = t.initial_state, outputs.get("final_state")
+    if t.state_pool is not None:
+        initial = final = t.state_pool
+    c = convolution_config(problem, t.device)
+    own = arguments(problem, t, c, arch, dict(initial=initial, final=final))
+    own |= dict(o=outputs["o"], has_initial=problem.has_initial_state, has_final=final is not None)
+    bound = bind(convolution_kernel, problem, t, own)
     return [
         # first, as the next launch may store over the states that both read
-        *checkpoint_launches(problem, t, initial, c),
-        Launch(
-            convolution_kernel,
-            tiles * -(-problem.D // c.BD),
-            (
-                *(t.x, t.weight, t.bias, o, initial, given, t.state_indices, t.has_initial_state, t.cu_seqlens),
-                *(problem.lowest_index, problem.pool_slots, int(problem.has_initial_state), int(final is not None)),
-                *(problem.T, problem.N, problem.D, one, c.BT),
-                *(*t.x.stride()[:2], *o.stride()[:2], *initial.stride(), *given.stride()),
-            ),
-            constants(problem, c, overlaps),
-            c.num_warps,
-            c.max_registers,
-            overlaps,
-        ),
+        *checkpoint_launches(problem, t, own, c),
+        Launch(convolution_kernel, own["ctas"], *bound, c.num_warps, c.max_registers, arch >= 90),
     ]
 
 
-def checkpoint_launches(problem: Problem, t: Tensors, initial: Tensor, c: ConvolutionConfig) -> Iterator[Launch]:
+def checkpoint_launches(problem: Problem, t: Tensors, own: dict[str, object], c: ConvolutionConfig) -> Iterator[Launch]:
     if t.checkpoint_states is None:
         return
     every, buffer = problem.checkpoint_every, t.checkpoint_states
     one, marks = 1, problem.N * problem.checkpoints
     if every > 0:
         one, marks = token_tiles(problem, replace(c, BT=every))
-    yield Launch(
-        convolution_checkpoints_kernel,
-        marks * -(-problem.D // c.BD),
-        (
-            *(t.x, initial, buffer, t.checkpoint_offsets, t.checkpoint_indices, t.state_indices),
-            *(t.has_initial_state, t.cu_seqlens, problem.checkpoints, buffer.shape[0]),
-            *(
-                problem.lowest_index,
-                problem.pool_slots,
-                int(problem.has_initial_state),
-                problem.T,
-                problem.N,
-                problem.D,
-            ),
-            *(one, *t.x.stride()[:2], *initial.stride(), *buffer.stride()),
-        ),
-        dict(L=problem.state_length, EVERY=every, BD=c.BD),
-        c.num_warps,
-    )
+    strides = dict(zip(("states_row", "states_channel", "states_input"), buffer.stride()))
+    own = dict(own, **strides, checkpoint_rows=buffer.shape[0], token_tiles=one, EVERY=every)
+    bound = bind(convolution_checkpoints_kernel, problem, t, own)
+    yield Launch(convolution_checkpoints_kernel, marks * -(-problem.D // c.BD), *bound, c.num_warps)
 
 
 def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
     c = convolution_config(problem, t.device, backward=True)
-    one, tiles = token_tiles(problem, c)
-    absent = t.x.new_empty(0, dtype=problem.state_dtype)
-    dht, overlaps = t.dht if problem.output_final_state else None, arch >= 90
+    _, tiles = token_tiles(problem, c)
+    dht = t.dht if problem.output_final_state else None
     dx = outputs.allocate("x", Result(problem.shape, problem.dtype, zeroed=problem.N == 0))
     dh0 = None
     if t.initial_state is not None:
@@ -654,26 +636,21 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
     columns = problem.taps + (t.bias is not None)
     # a tile alone has the whole sums
     partials = None if tiles == 1 else new((tiles, columns, problem.D), torch.float32, t.device)
-    exchange = tiles == 1 and dh0 is None and dht is None and not problem.packed and c.ahead * c.groups <= problem.T
+    grad_weight, grad_bias = (dweight, dbias) if partials is None else (None, None)
+    own = dict(
+        **arguments(problem, t, c, arch, dict(initial=t.initial_state, grad_final=dht, grad_initial=dh0)),
+        **dict(dx=dx, partials=partials, grad_weight=grad_weight, grad_bias=grad_bias),
+        **dict(has_initial=dh0 is not None, has_final=dht is not None),
+        EXCHANGE=tiles == 1 and dh0 is None and dht is None and not problem.packed and c.AHEAD * c.GROUPS <= problem.T,
+    )
     yield Launch(
         convolution_backward_kernel,
-        tiles * -(-problem.D // c.BD),
-        (
-            *(t.x, t.weight, t.bias, or_absent(t.initial_state, absent)),
-            *(t.cu_seqlens, t.do, or_absent(dht, absent), dx, or_absent(dh0, absent), partials),
-            *((dweight, dbias) if partials is None else (None, None)),
-            *(int(dh0 is not None), int(dht is not None), problem.T, problem.N, problem.D, one, c.BT),
-            *(*t.x.stride()[:2], *t.do.stride()[:2]),
-        ),
-        constants(problem, c, overlaps, GROUPS=c.groups, EXCHANGE=exchange),
+        own["ctas"],
+        *bind(convolution_backward_kernel, problem, t, own),
         c.num_warps,
         c.max_registers,
-        overlaps,
+        arch >= 90,
         scratch=() if partials is None else (partials,),
     )
     if partials is not None:
-        yield sums(partials, dweight, dbias, overlaps)
-
-
-def or_absent(x: Tensor | None, absent: Tensor) -> Tensor:
-    return absent if x is None else x
+        yield sums(partials, dweight, dbias, arch >= 90)

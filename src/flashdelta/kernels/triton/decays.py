@@ -19,7 +19,7 @@ LOW_PART_STEP = tl.constexpr(2.0**-11)
 
 
 @triton.jit
-def split_decay(x, rate, lower_bound, valid, GATE: tl.constexpr, FINE: tl.constexpr = False):
+def split_decay(x, rate, lower_bound, valid, GATE, FINE=False):
     """Log2 decays as `high + low`, both float16: 22 bits. Rows that are not `valid`, past the sequence's end, do not decay.
 
     Next to 0 the steps of float16 are 6e-8 apart. Over a long sequence even such a decay counts, and rounding it the same way
@@ -35,7 +35,7 @@ def split_decay(x, rate, lower_bound, valid, GATE: tl.constexpr, FINE: tl.conste
 
 
 @triton.jit
-def sums(matrix, high, low, FINE: tl.constexpr = False):
+def sums(matrix, high, low, FINE=False):
     """A 0/1 matrix `[.., R, R]` times log2 decays `[.., R, channels]` in the two parts of `split_decay`."""
     ones = tl.where(matrix, 1.0, 0.0).to(tl.float16)
     if FINE:
@@ -44,8 +44,8 @@ def sums(matrix, high, low, FINE: tl.constexpr = False):
 
 
 @triton.jit
-def chunk_decays(g, dt_bias, tokens, column, valid, head, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr):
-    """Of a chunk's rows, `[C, BK]` each: the gate's input with its bias, and the log2 decays as `high + low`."""
+def chunk_decays(g, dt_bias, tokens, column, valid, head, rate, lower_bound, K, GATE):
+    """Decays of a chunk's rows, `[C, BK]` each: the gate's input with its bias, and the log2 decays as `high + low`."""
     x = tl.load(g + tokens + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     if dt_bias is not None:
         x += tl.load(dt_bias + head * K + column).to(tl.float32)[None, :]

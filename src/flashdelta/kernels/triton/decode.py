@@ -19,8 +19,6 @@ kernel before it (programmatic dependent launch), up to `gdc_wait`; nothing is l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -33,9 +31,11 @@ from ..shared.gates import beta_of, decay_rate, head_bias, log2_decay
 from ..shared.norms import L2_EPS
 from ..shared.products import summand
 from ..shared.records import record_values, store_decay_and_key
+from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets, target_slot
-from ..stages.decode import DECODE_FEW, SCALARS, decode_states, step_arguments
+from ..stages.decode import DECODE_FEW, DecodeStates, decode_states, step_arguments
+from ..stages.launch import Config, bind
 
 CHANNELS_A_THREAD = tl.constexpr(4)
 """Adjacent value channels of a thread where states lie K first, in bf16 too. With 8 fewer threads lie along V and more along K,
@@ -48,13 +48,13 @@ def load_row(x, at, there):
 
 
 @triton.jit
-def load_tile(states, at, read, STREAM: tl.constexpr):
+def load_tile(states, at, read, STREAM):
     mask = everywhere(at, read)
     return tl.load(states + at, mask=mask, other=0.0, eviction_policy="evict_first" if STREAM else "")
 
 
 @triton.jit
-def store_tile(states, at, state, stored, STREAM: tl.constexpr):
+def store_tile(states, at, state, stored, STREAM):
     mask = everywhere(at, stored)
     state = state.to(states.dtype.element_ty)
     tl.store(states + at, state, mask=mask, eviction_policy="evict_first" if STREAM else "")
@@ -72,7 +72,7 @@ def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, k
 
 
 @triton.jit
-def inverse_norm(row, L2NORM: tl.constexpr):
+def inverse_norm(row, L2NORM):
     norm = 1.0
     if L2NORM:
         norm = tl.rsqrt(tl.sum(summand(row, row)) + L2_EPS)
@@ -80,9 +80,9 @@ def inverse_norm(row, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr):
-    """Of one token: `q`, `k` and `exp(g)` `[K]`, then `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`. A token that is not
-    `there` changes no state."""
+def factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM):
+    """Factors of one token: `q`, `k` and `exp(g)` `[K]`, then `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`. A token that
+    is not `there` changes no state."""
     row_q, row_k, row_g, beta = rows
     row_q, row_k = row_q.to(tl.float32), row_k.to(tl.float32)
     exp_g = tl.exp2(log2_decay(row_g.to(tl.float32) + bias, rate, lower_bound, GATE))
@@ -94,7 +94,7 @@ def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BET
 
 
 @triton.jit
-def step(state, row_v, token, A_THREAD: tl.constexpr = CHANNELS_A_THREAD):
+def step(state, row_v, token, A_THREAD=CHANNELS_A_THREAD):
     """The state `S^T [BV, K]` after a token, the token's output and what it wrote, `u`, `[BV]`. `token`: from `factors`.
     `A_THREAD`: adjacent value channels of a thread."""
     row_q, row_k, exp_g, norm_q, norm_k, overlap, beta = token
@@ -111,7 +111,7 @@ def step(state, row_v, token, A_THREAD: tl.constexpr = CHANNELS_A_THREAD):
 
 
 @triton.jit
-def record(records, stored, slice_, key, value, token, written, K: tl.constexpr):
+def record(records, stored, slice_, key, value, token, written, K):
     """Stores what a token changed, for `commit` to replay: `k` is as it came."""
     _, row_k, exp_g, _, _, _, _ = token
     store_decay_and_key(records, key, everywhere(key, stored & (slice_ == 0)), exp_g, row_k, K)
@@ -202,29 +202,19 @@ def decode_kernel(
         store_tile(final_state, in_slot, state, stored, STREAM)
 
 
-@dataclass(frozen=True)
-class DecodeConfig:
-    """`BV`: value channels a CTA; `stream`: states need not stay in the L2 cache."""
-
-    BV: int
-    num_warps: int = 1
-    stream: bool = False
-
-
-def decode_config(problem: Problem, capability: int) -> DecodeConfig:
-    """By kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of the copy
-    rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
-    whole sectors: 64 channels where there are many CTAs. docs/log/tuning.md has all that was tried.
-    """
+def decode_config(problem: Problem, capability: int) -> Config:
+    """Chooses sizes by kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of
+    the copy rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
+    whole sectors: 64 channels where there are many CTAs. docs/log/tuning.md has all that was tried."""
     wide = problem.state_dtype == torch.float32
     if problem.T > 1 or problem.packed:
-        return DecodeConfig(BV=_channels(problem, 2048), stream=True)
+        return Config(num_warps=1, BV=_channels(problem, 2048), STREAM=True)
     few = problem.N * problem.HV <= DECODE_FEW
     if problem.state_v_first and wide:
-        return DecodeConfig(BV=_channels(problem, 1024))
+        return Config(num_warps=1, BV=_channels(problem, 1024))
     if problem.state_v_first or few:
-        return DecodeConfig(BV=_channels(problem, 2048), stream=not few)
-    return DecodeConfig(BV=min(64, _channels(problem, 8192)), num_warps=4, stream=not wide)
+        return Config(num_warps=1, BV=_channels(problem, 2048), STREAM=not few)
+    return Config(BV=min(64, _channels(problem, 8192)), num_warps=4, STREAM=not wide)
 
 
 def _channels(problem: Problem, elements: int) -> int:
@@ -234,31 +224,21 @@ def _channels(problem: Problem, elements: int) -> int:
 
 def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
-    o = outputs["o"]
-    c = decode_config(problem, arch)
+    c, overlaps = decode_config(problem, arch), arch >= 90
     states = decode_states(problem, t, outputs.get("final_state"))
-    overlaps = arch >= 90
-    launch = Launch(
-        decode_kernel,
-        problem.N * problem.HV * (problem.V // c.BV),
-        step_arguments(problem, t, states, o),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            BV=c.BV,
-            SINGLE=problem.T == 1 and not problem.packed,
-            STREAM=c.stream,
-            GATE=problem.gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            V_FIRST=problem.state_v_first,
-            EACH=2 if problem.has_intermediate else problem.stores_each_state,
-            IN_PLACE=problem.has_pool,
-            TWO_POOLS=states.two_pools,
-            NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
-            OVERLAP=overlaps,
-        ),
-        c.num_warps,
-        overlaps=overlaps,
+    own = dict(
+        **step_arguments(problem, t, states, outputs["o"]),
+        **decode_kinds(problem, states),
+        **dict(vars(c), OVERLAP=overlaps),
     )
-    return [launch]
+    ctas = problem.N * problem.HV * (problem.V // c.BV)
+    return [Launch(decode_kernel, ctas, *bind(decode_kernel, problem, t, own), c.num_warps, overlaps=overlaps)]
+
+
+def decode_kinds(problem: Problem, states: DecodeStates) -> dict[str, object]:
+    """Compile-time arguments that say which tokens there are and where states go."""
+    return dict(
+        SINGLE=problem.T == 1 and not problem.packed,
+        EACH=2 if problem.has_intermediate else problem.stores_each_state,
+        **dict(IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools),
+    )

@@ -31,23 +31,22 @@ from ..shared.gates import decay_rate, head_bias, sigmoid
 from ..shared.mma import stacked
 from ..shared.products import summand
 from ..shared.records import COUNTS, open_record
+from ..shared.scalars import SCALARS
 from ..shared.sequences import end_of_few, own_work_tile
 from ..shared.states import everywhere, last_accepted, named_slot, placed, start_slot, state_offsets, target_slot
-from ..stages.fused_decode import SCALARS, arguments
+from ..stages.fused_decode import fused_arguments
+from ..stages.launch import bind
 from .decode import factors, load_tile, record, step, store_tile
 
 
 @triton.jit
-def part(x, first, C: tl.constexpr):
+def part(x, first, C):
     """`C` elements of a vector from `first` on, in a layout of their own: that of the vector would become the state's."""
     return tl.gather(x, first + tl.arange(0, C), 0)
 
 
 @triton.jit
-def convolved(
-    inputs, window, filters, bias, t, token_stride, place_stride, tap_stride, live,
-    C: tl.constexpr, W: tl.constexpr, SINGLE: tl.constexpr,
-):  # fmt: skip
+def convolved(inputs, window, filters, bias, t, token_stride, place_stride, tap_stride, live, C, W, SINGLE):
     """`silu(conv(x)) [C]` of token `t`, and the inputs that it is made of, its own last. `inputs [C]` point to the sequence's
     first token; what lies before that is in its `window`. `SINGLE`: `t` is 0."""
     each = tl.arange(0, C)
@@ -72,7 +71,7 @@ def convolved(
 
 
 @triton.jit
-def roll_one(window, rows, place_stride, live, C: tl.constexpr, W: tl.constexpr):
+def roll_one(window, rows, place_stride, live, C, W):
     """Moves the window of one token on, by one place."""
     for tap in tl.static_range(1, W):
         row = rows[tap].to(window.dtype.element_ty)
@@ -80,7 +79,7 @@ def roll_one(window, rows, place_stride, live, C: tl.constexpr, W: tl.constexpr)
 
 
 @triton.jit
-def roll(inputs, window, start, count, token_stride, place_stride, live, C: tl.constexpr, W: tl.constexpr):
+def roll(inputs, window, start, count, token_stride, place_stride, live, C, W):
     """The same of `count` tokens: the last `W - 2` inputs before them, then they. The window began at `start`, and the next
     one's places begin at `window`."""
     mask = everywhere(tl.arange(0, C), live & (count > 0))
@@ -96,10 +95,7 @@ def roll(inputs, window, start, count, token_stride, place_stride, live, C: tl.c
 
 
 @triton.jit
-def load_tiles(
-    states, key, read,
-    K: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr, V_FIRST: tl.constexpr, STREAM: tl.constexpr,
-):  # fmt: skip
+def load_tiles(states, key, read, K, V, TILES, V_FIRST, STREAM):
     """A head's state `S^T` as tiles `[V / TILES, K]`, all under way at once."""
     BV: tl.constexpr = V // TILES
     at = state_offsets(0, tl.arange(0, BV), key, K, V, V_FIRST)
@@ -110,9 +106,7 @@ def load_tiles(
 
 
 @triton.jit
-def store_tiles(
-    states, tiles, key, stored, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, STREAM: tl.constexpr
-):
+def store_tiles(states, tiles, key, stored, K, V, V_FIRST, STREAM):
     BV: tl.constexpr = V // len(tiles)
     at = state_offsets(0, tl.arange(0, BV), key, K, V, V_FIRST)
     for i in tl.static_range(len(tiles)):
@@ -120,7 +114,7 @@ def store_tiles(
 
 
 @triton.jit
-def step_tiles(tiles, row_v, token, V: tl.constexpr, A_THREAD: tl.constexpr):
+def step_tiles(tiles, row_v, token, V, A_THREAD):
     """Tiles after a token in fp32, its output `[V]`, and what it wrote, by tiles."""
     BV: tl.constexpr = V // len(tiles)
     after = ()
@@ -148,7 +142,7 @@ def joined(rows):
 
 
 @triton.jit
-def store_normed(o, out, norm_weight, z, live, eps, V: tl.constexpr):
+def store_normed(o, out, norm_weight, z, live, eps, V):
     """Stores the gated norm of a row `out [V]`, zeros for a null sequence."""
     value = tl.arange(0, V)
     out = part(out, 0, V)
@@ -334,11 +328,11 @@ def fused_decode_kernel(
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """`tiles` of a state; `stream`: states need not stay in the L2 cache. `max_registers`: of a thread."""
+    """`TILES` of a state; `STREAM`: states need not stay in the L2 cache. `max_registers`: of a thread."""
 
     num_warps: int
-    tiles: int
-    stream: bool
+    TILES: int
+    STREAM: bool
     max_registers: int
 
 
@@ -365,30 +359,12 @@ def fused_config(problem: Problem, arch: int) -> FusedConfig:
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    c, o = fused_config(problem, arch), outputs["o"]
-    overlaps = arch >= 90
-    launch = Launch(
-        fused_decode_kernel,
-        problem.N * problem.H,
-        arguments(problem, t, o),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            W=problem.taps,
-            GROUP=problem.group,
-            TILES=c.tiles,
-            CHANNELS=t.conv_state.stride(1) == 1,
-            SINGLE=problem.T == 1 and not problem.packed,
-            STREAM=c.stream,
-            GATE=problem.gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            V_FIRST=problem.state_v_first,
-            EACH=3 if problem.has_records else int(problem.stores_each_state),
-            OVERLAP=overlaps,
-        ),
-        c.num_warps,
-        c.max_registers,
-        overlaps,
+    c, overlaps = fused_config(problem, arch), arch >= 90
+    own = dict(
+        **fused_arguments(problem, t, outputs["o"]),
+        SINGLE=problem.T == 1 and not problem.packed,
+        EACH=3 if problem.has_records else int(problem.stores_each_state),
+        **dict(vars(c), OVERLAP=overlaps),
     )
-    return [launch]
+    bound = bind(fused_decode_kernel, problem, t, own)
+    return [Launch(fused_decode_kernel, problem.N * problem.H, *bound, c.num_warps, c.max_registers, overlaps)]

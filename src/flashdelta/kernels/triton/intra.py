@@ -17,19 +17,18 @@ Pairs are split as in `prepare`, at a boundary between i and j, so that `E_ij = 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from ...problem.problem import Problem, Tensors
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ..shared.gates import beta_gradient, beta_of, decay_rate, gate_gradient
 from ..shared.norms import row_norms
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
 from ..stages.finish import ByHead
-from ..stages.launch import backward_precision, chunks, safe_blocks
+from ..stages.launch import Config, backward_precision, bind, chunks, safe_blocks
 from ..stages.wy import Parts
 from .decays import chunk_decays, sums
 from .sub_chunks import SUB, boundary_matrix, pair_mask
@@ -42,10 +41,7 @@ SAFE_LEVEL = tl.constexpr(5)
 
 
 @triton.jit
-def add_pairs(
-    dq, dk_left, dk_right, dG, pairs, dAqk, dAkk, q, k, beta_k, left, right,
-    dtype: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def add_pairs(dq, dk_left, dk_right, dG, pairs, dAqk, dAkk, q, k, beta_k, left, right, dtype: tl.constexpr, PRECISION):
     """Adds, for the chosen pairs (i, j), what reaches `q_i` and `k_i` (without beta) on the left, `k_j` on the right, and `G`,
     where `exp(G_i - G_j) = left_i right_j`. Tiles of rows are `[C, BK]`, those of pairs `[C, C]`."""
     dAqk = tl.where(pairs, dAqk, 0.0).to(dtype)
@@ -69,7 +65,7 @@ def add_pairs(
 
 
 @triton.jit
-def zero_partials(partial_A_log, partial_dt_bias, chunk, K: tl.constexpr):
+def zero_partials(partial_A_log, partial_dt_bias, chunk, K):
     """For a chunk slot without a chunk: `finish` sums over all of them."""
     zeros = tl.zeros([K], tl.float32)
     if partial_A_log is not None:
@@ -89,11 +85,7 @@ def zero_partials(partial_A_log, partial_dt_bias, chunk, K: tl.constexpr):
 #         dG -> dg: sum over later rows, then the gate       -> dg [C, BK], partial sums for dA_log, ddt_bias [BK]
 #         dq, dk [C, BK]                                     -> out, or with L2NORM in place, with <dq, q> and <dk, k> [C]
 #     with L2NORM, for BK key channels: dq, dk through the norm
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "H", "HV", "chunk_slots", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_Akk, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, out_q, out_k,
     out_g, out_beta, partial_A_log, partial_dt_bias, scale, lower_bound, T, N, H, HV,
@@ -211,42 +203,18 @@ def intra_kernel(
             tl.store(out_k + in_own, dk.to(out_k.dtype.element_ty), mask=valid[:, None])
 
 
-@dataclass(frozen=True)
-class IntraConfig:
-    """`BK`: key channels that a CTA holds at a time."""
-
-    BK: int
-    num_warps: int
-
-
-def intra_config(problem: Problem, capability: int) -> IntraConfig:
+def intra_config(problem: Problem, capability: int) -> Config:
     """As `wy_config`."""
-    return IntraConfig(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
+    return Config(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
 
 
 def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
     c = intra_config(problem, arch)
-    return Launch(
-        intra_kernel,
-        chunks(problem),
-        (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
-            *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
-            *(heads.q, heads.k, heads.g, heads.beta, heads.A_log, heads.dt_bias),
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.H, problem.HV, problem.slots),
-            *strides(t.q, t.k, t.g, t.beta),
-        ),
-        dict(
-            C=problem.chunk_size,
-            K=problem.K,
-            BK=c.BK,
-            GATE=problem.gate,
-            SAFE=safe_blocks(problem),
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            PRECISION=backward_precision(problem, arch),
-        ),
-        c.num_warps,
-        scratch=(*parts.buffers, *heads.buffers(problem)),
+    own = dict(
+        **parts.arguments(),
+        **heads.arguments(),
+        **vars(c),
+        **dict(grad_Akk=parts.grad_A, SAFE=safe_blocks(problem), PRECISION=backward_precision(problem, arch)),
     )
+    scratch = (*parts.buffers, *heads.buffers(problem))
+    return Launch(intra_kernel, chunks(problem), *bind(intra_kernel, problem, t, own), c.num_warps, scratch=scratch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +23,8 @@ from ...program.launch import Launch, sm_count
 from ...program.program import Outputs
 from ...program.workspace import new
 from ..shared.gates import quick_sigmoid
+from ..shared.scalars import SCALARS
+from ..stages.launch import bind
 from .sums import sums
 
 
@@ -39,14 +42,12 @@ def row_offsets(row, T, H, batch_stride, token_stride, head_stride):
 
 
 @triton.jit
-def tile_rows(tile, ROWS: tl.constexpr):
+def tile_rows(tile, ROWS):
     return (tl.zeros([ROWS], tl.int64) + tile) * ROWS + tl.arange(0, ROWS)
 
 
 @triton.jit
-def load_tile(
-    x, tile, rows, T, H, batch_stride, token_stride, head_stride, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr
-):
+def load_tile(x, tile, rows, T, H, batch_stride, token_stride, head_stride, V, BV, ROWS):
     row = tile_rows(tile, ROWS)
     value = tl.arange(0, BV)[None, :]
     at = row_offsets(row, T, H, batch_stride, token_stride, head_stride)[:, None] + value
@@ -54,7 +55,7 @@ def load_tile(
 
 
 @triton.jit
-def gate_of(z, SIGMOID: tl.constexpr):
+def gate_of(z, SIGMOID):
     """`act(z)` and its derivative."""
     s = quick_sigmoid(z)
     if SIGMOID:
@@ -66,7 +67,7 @@ def gate_of(z, SIGMOID: tl.constexpr):
     return gate, slope
 
 
-@triton.jit(do_not_specialize=["rows", "T", "H"])
+@triton.jit(do_not_specialize=SCALARS)
 def norm_kernel(
     x, z, weight, o, eps, rows, T, H, x_batch: tl.int64, x_token: tl.int64, x_head: tl.int64,
     z_batch: tl.int64, z_token: tl.int64, z_head: tl.int64,
@@ -88,9 +89,9 @@ def norm_kernel(
     tl.store(o + row[:, None] * V + value, tile_o.to(o.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "T", "H", "tiles"])
+@triton.jit(do_not_specialize=SCALARS)
 def norm_backward_kernel(
-    x, z, weight, do, dx, dz, partials, eps, rows, T, H, tiles,
+    x, z, weight, do, dx, dz, partials, eps, rows, T, H, tile_count,
     x_batch: tl.int64, x_token: tl.int64, x_head: tl.int64, z_batch: tl.int64, z_token: tl.int64, z_head: tl.int64,
     do_batch: tl.int64, do_token: tl.int64, do_head: tl.int64,
     V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, OVERLAP: tl.constexpr,
@@ -106,7 +107,7 @@ def norm_backward_kernel(
     next_x = load_tile(x, tl.program_id(0), rows, T, H, x_batch, x_token, x_head, V, BV, ROWS)
     next_z = load_tile(z, tl.program_id(0), rows, T, H, z_batch, z_token, z_head, V, BV, ROWS)
     next_grad = load_tile(do, tl.program_id(0), rows, T, H, do_batch, do_token, do_head, V, BV, ROWS)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tile_count, tl.num_programs(0)):
         tile_x = next_x
         tile_z = next_z
         grad = next_grad
@@ -143,7 +144,7 @@ class NormConfig:
 
 
 @dataclass(frozen=True)
-class Form:
+class ThreadConfig:
     """Elements of each tensor a tile, or a row; warps of a CTA, more for long rows; CTAs of an SM in the backward pass, as many
     as fit."""
 
@@ -152,61 +153,45 @@ class Form:
     ctas: int = 0
 
 
-FORWARD, BACKWARD = Form(2048, 8), Form(2048, 4, 3)
+FORWARD, BACKWARD = ThreadConfig(2048, 8), ThreadConfig(2048, 4, 3)
 
 
-def norm_config(problem: Problem, backward: bool = False, form: Form | None = None) -> NormConfig:
-    form = form or (BACKWARD if backward else FORWARD)
+def norm_config(problem: Problem, backward: bool = False, threads: ThreadConfig | None = None) -> NormConfig:
+    threads = threads or (BACKWARD if backward else FORWARD)
     BV = max(16, triton.next_power_of_2(problem.V))
-    return NormConfig(BV, max(1, form.elements // BV), max(form.warps, min(BV // 256, 16)), form.ctas)
+    return NormConfig(BV, max(1, threads.elements // BV), max(threads.warps, min(BV // 256, 16)), threads.ctas)
 
 
-def row_layout(x: Tensor) -> tuple[Tensor, list[int]]:
-    """The tensor as `[B, T, H, V]`, and the sizes `[T, H]`."""
-    x = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, x.dim() - 4)
-    return x, [max(size, 1) for size in x.shape[1:3]]
+def row_layout(x: Tensor) -> Tensor:
+    """The tensor as `[B, T, H, V]`."""
+    return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, x.dim() - 4)
 
 
-def row_arguments(*tensors: Tensor) -> list[int]:
-    """Strides of the batch, the token and the head."""
-    return [stride for x in tensors for stride in x.stride()[:3]]
+def arguments(problem: Problem, t: Tensors, c: NormConfig, arch: int) -> dict[str, Any]:
+    """Arguments that both kernels take under other names than the call's, or as rows."""
+    x, activation = row_layout(t.x), dict(SIGMOID=problem.activation == "sigmoid", OVERLAP=arch >= 90)
+    sizes = dict(rows=x.shape[:3].numel(), T=max(x.shape[1], 1), H=max(x.shape[2], 1))
+    return dict(x=x, z=row_layout(t.z), **sizes, **vars(c), **activation)
 
 
 def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    (x, sizes), (z, _) = row_layout(t.x), row_layout(t.z)
-    c, rows, overlaps = norm_config(problem), x.shape[:3].numel(), arch >= 90
-    return [
-        Launch(
-            norm_kernel,
-            -(-rows // c.ROWS),
-            (x, z, t.weight, outputs["o"], problem.eps, rows, *sizes, *row_arguments(x, z)),
-            dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),
-            c.num_warps,
-            overlaps=overlaps,
-        )
-    ]
+    c = norm_config(problem)
+    own = dict(arguments(problem, t, c, arch), o=outputs["o"])
+    bound = bind(norm_kernel, problem, t, own)
+    return [Launch(norm_kernel, -(-own["rows"] // c.ROWS), *bound, c.num_warps, overlaps=arch >= 90)]
 
 
 def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
-    (x, sizes), (z, _), (do, _) = map(row_layout, (t.x, t.z, t.do))
-    overlaps = arch >= 90
-    c, rows = norm_config(problem, backward=True), x.shape[:3].numel()
-    tiles = -(-rows // c.ROWS)
+    c, overlaps = norm_config(problem, backward=True), arch >= 90
+    own = arguments(problem, t, c, arch)
+    tiles = -(-own["rows"] // c.ROWS)
     partials = new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32, t.device)
     dtypes = {"x": problem.dtype, "z": problem.output_dtype}
-    dx, dz = (outputs.allocate(role, Result(problem.shape, dtype)) for role, dtype in dtypes.items())
-    yield Launch(
-        norm_backward_kernel,
-        partials.shape[0],
-        (
-            *(x, z, t.weight, do, dx, dz, partials, problem.eps),
-            *(rows, *sizes, tiles, *row_arguments(x, z, do)),
-        ),
-        dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),
-        c.num_warps,
-        overlaps=overlaps,
-        scratch=(partials,),
-    )
+    grads = {f"d{role}": outputs.allocate(role, Result(problem.shape, dtype)) for role, dtype in dtypes.items()}
+    own |= dict(**grads, do=row_layout(t.do), partials=partials, tile_count=tiles)
+    bound = bind(norm_backward_kernel, problem, t, own)
+    ctas = partials.shape[0]
+    yield Launch(norm_backward_kernel, ctas, *bound, c.num_warps, overlaps=overlaps, scratch=(partials,))
     dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
     yield sums(partials, dweight, None, overlaps)

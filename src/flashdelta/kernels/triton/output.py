@@ -11,20 +11,19 @@ and the serial chain waits for them; without this half of the work, two do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem.problem import Problem
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ..shared.mma import dot
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.launch import StageCall, precision
+from ..stages.launch import Config, StageCall, bind, precision
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots"])
+@triton.jit(do_not_specialize=SCALARS)
 def output_kernel(
     qg, Aqk, h, o, T, N, HV, chunk_slots, o_batch: tl.int64, o_token: tl.int64, o_head: tl.int64,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
@@ -52,44 +51,18 @@ def output_kernel(
     tl.store(o, tile_o, mask=valid)
 
 
-@dataclass(frozen=True)
-class OutputConfig:
-    """`BK`: key channels a CTA holds at a time; `BV`: its value channels; `stages`: how many slices of keys are in
-    flight."""
-
-    BK: int
-    BV: int
-    num_warps: int
-    stages: int
-
-
-def output_config(problem: Problem, capability: int) -> OutputConfig:
+def output_config(problem: Problem, capability: int) -> Config:
     """As above 131 us; 157 with 32 value channels, whose products are not wgmma's."""
     if capability == 90:
-        return OutputConfig(BK=32, BV=min(64, problem.V), num_warps=4, stages=2)
-    return OutputConfig(BK=32, BV=32, num_warps=2, stages=2)
+        return Config(BK=32, BV=min(64, problem.V), num_warps=4, STAGES=2)
+    return Config(BK=32, BV=32, num_warps=2, STAGES=2)
 
 
 def output(call: StageCall, o: Tensor) -> Launch:
     """`o` holds `v_new`."""
-    problem, workspace = call.problem, call.workspace
+    problem = call.problem
     c = output_config(problem, call.arch)
-    return Launch(
-        output_kernel,
-        problem.B * problem.slots * problem.HV * (problem.V // c.BV),
-        (
-            *(*workspace.select("qg", "Aqk", "h"), o),
-            *(problem.T, problem.N, problem.HV, problem.slots, *strides(o)),
-        ),
-        dict(
-            C=problem.chunk_size,
-            K=problem.K,
-            V=problem.V,
-            BK=c.BK,
-            BV=c.BV,
-            PRECISION=precision(problem),
-            STAGES=c.stages,
-        ),
-        c.num_warps,
-        scratch=call.buffers,
-    )
+    own = dict(call.left("qg", "Aqk", "h"), o=o, **vars(c), PRECISION=precision(problem))
+    ctas = problem.B * problem.slots * problem.HV * (problem.V // c.BV)
+    bound = bind(output_kernel, problem, call.t, own)
+    return Launch(output_kernel, ctas, *bound, c.num_warps, scratch=call.buffers)

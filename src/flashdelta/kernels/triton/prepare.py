@@ -26,20 +26,19 @@ with the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem.problem import Problem
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ..shared.gates import beta_of, decay_rate
 from ..shared.mma import apply_weights, dot
 from ..shared.norms import L2_EPS
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.launch import TILES, StageCall, chunks, precision, safe_blocks
+from ..stages.launch import Config, StageCall, bind, chunks, precision, safe_blocks
 from .decays import split_decay, sums
 from .prepare_bounded import prepare_bounded_kernel
 from .sub_chunks import SUB, SUB_LEVELS, forward_substitution
@@ -109,15 +108,15 @@ def joined(a_00, a_11, a_10):
 
 
 @triton.jit
-def corner_of_inverse(a_10, inv_00, inv_11, PRECISION: tl.constexpr):
-    """Of `[[a_00, 0], [a_10, a_11]]^-1`, with `inv_00 = a_00^-1` and `inv_11 = a_11^-1`: the corner `-inv_11 a_10 inv_00`. In
-    fp32: where keys repeat, terms alternate in sign and cancel."""
+def corner_of_inverse(a_10, inv_00, inv_11, PRECISION):
+    """The corner of `[[a_00, 0], [a_10, a_11]]^-1`, with `inv_00 = a_00^-1` and `inv_11 = a_11^-1`: the corner `-inv_11 a_10
+    inv_00`. In fp32: where keys repeat, terms alternate in sign and cancel."""
     zero = tl.zeros_like(a_10)
     return -dot(dot(inv_11, a_10, zero, PRECISION), inv_00, zero, PRECISION)
 
 
 @triton.jit
-def store_square(out, a_00, a_11, a_10, C: tl.constexpr):
+def store_square(out, a_00, a_11, a_10, C):
     """`[[a_00, 0], [a_10, a_11]] [C, C]`, of halves of a chunk; with chunks of 32 rows `a_00` alone."""
     R: tl.constexpr = a_00.shape[0]
     i = tl.arange(0, R)
@@ -131,7 +130,7 @@ def store_square(out, a_00, a_11, a_10, C: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, token, step, first_row, count, channel, IS_WHOLE: tl.constexpr):
+def rows_of(x, token, step, first_row, count, channel, IS_WHOLE):
     """A tile `[R, WIDTH]` of `x`, whose tokens are `step` apart, from row `first_row` on. Rows past the end are 0 (`IS_WHOLE`:
     there are none)."""
     at = x + (token + first_row)[:, None] * step + channel[None, :]
@@ -141,10 +140,7 @@ def rows_of(x, token, step, first_row, count, channel, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def store_weighted(
-    x, x_token, out, count, inv_00, inv_11, inv_10,
-    C: tl.constexpr, N: tl.constexpr, IS_WHOLE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def store_weighted(x, x_token, out, count, inv_00, inv_11, inv_10, C, N, IS_WHOLE, PRECISION):
     """`[[inv_00, 0], [inv_10, inv_11]] x` for `N` channels, into `out [C, N]`, which may be `x`: loads of the next slice, in
     flight by then, are of other channels."""
     R: tl.constexpr = inv_00.shape[0]
@@ -179,12 +175,7 @@ def store_weighted(
 #     Akk * beta -> forward substitution of the near blocks -> corners from middle, then from far -> Akk_inv [C, C]
 #     Aqk, Akk_inv or inverse = Akk_inv diag(beta) -> memory
 #     u = inverse v, w = inverse (k exp(G)), by MAX_WIDTH channels -> memory
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "H", "HV", "chunk_slots", "checkpoints"),
-        *("beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     w, qg, kg, inverse, Aqk, decay, Akk_inv, v, u, scale, lower_bound, T, N, H, HV,
@@ -337,52 +328,29 @@ def prepare_kernel(
     store_weighted(w, K, w, count, inv_00, inv_11, inv_10, C, K, True, PRECISION)
 
 
-@dataclass(frozen=True)
-class PrepareConfig:
-    """`BK`: key channels a CTA holds at a time; `stages`: how many such slices of q, k, g are in flight."""
-
-    BK: int
-    num_warps: int
-    stages: int
-
-
 def bounded(problem: Problem) -> bool:
-    """Whether `prepare_bounded` runs, which spares `prepare`'s products by level. In float32 `prepare` is no slower."""
+    """Says whether `prepare_bounded` runs, which spares `prepare`'s products by level. In float32 `prepare` is no slower."""
     return safe_blocks(problem) and problem.dtype == torch.bfloat16
 
 
-def prepare_config(problem: Problem, capability: int) -> PrepareConfig:
-    """Of `prepare`: 432 us in float32 at T4096 H32 on an H200, with slices of 32 channels 468."""
+def prepare_config(problem: Problem, capability: int) -> Config:
+    """Chooses sizes: 432 us in float32 at T4096 H32 on an H200, with slices of 32 channels 468."""
     if bounded(problem):
-        return PrepareConfig(BK=16, num_warps=2, stages=3)
-    return PrepareConfig(BK=16, num_warps=problem.chunk_size // 16, stages=3)
+        return Config(BK=16, num_warps=2, STAGES=3)
+    return Config(BK=16, num_warps=problem.chunk_size // 16, STAGES=3)
 
 
 def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = None) -> Launch:
     """`Akk_inv`: receives the inverses in float32, or by token, for the backward pass. With `u`, that is left instead of the
     workspace's `Akk_inv`, which then has none."""
-    problem, t = call.problem, call.t
+    problem = call.problem
     c = prepare_config(problem, call.arch)
-    inputs = (t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets)
-    left = (*call.workspace.select(*TILES), Akk_inv)
-    scalars = (
-        *(problem.scale, problem.lower_bound or 0.0),
-        *(problem.T, problem.N, problem.H, problem.HV, problem.slots, problem.checkpoints),
+    kernel = prepare_bounded_kernel if bounded(problem) else prepare_kernel
+    own = dict(
+        **call.left("w", "qg", "kg", "Aqk", "decay"),
+        **dict(inverse=call.workspace.get("Akk_inv"), Akk_inv=Akk_inv, u=u),
+        **dict(vars(c), PRECISION=precision(problem)),
+        **({"v": None} if u is None else {}),
     )
-    constants = dict(
-        C=problem.chunk_size,
-        K=problem.K,
-        BK=c.BK,
-        GATE=problem.gate,
-        BETA=problem.beta_kind,
-        L2NORM=problem.l2norm,
-        PRECISION=precision(problem),
-        STAGES=c.stages,
-    )
-    kernel = prepare_bounded_kernel
-    arguments = (*inputs, *left, *scalars, *strides(t.q, t.k, t.g, t.beta))
-    if not bounded(problem):
-        kernel, constants = prepare_kernel, constants | {"V": problem.V}
-        values = (None if u is None else t.v, u)
-        arguments = (*inputs, *left, *values, *scalars, *strides(t.q, t.k, t.g, t.beta, t.v))
-    return Launch(kernel, chunks(problem), arguments, constants, c.num_warps, scratch=call.buffers)
+    bound = bind(kernel, problem, call.t, own)
+    return Launch(kernel, chunks(problem), *bound, c.num_warps, scratch=call.buffers)

@@ -14,6 +14,7 @@ import triton.language as tl
 from ..shared.gates import beta_of, decay_rate
 from ..shared.mma import apply_weights, dot
 from ..shared.norms import inverse_norm
+from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
 from .decays import split_decay, sums
 from .sub_chunks import SUB, boundary_matrix, forward_substitution
@@ -29,7 +30,7 @@ MAX_WIDTH = tl.constexpr(128)
 
 
 @triton.jit
-def add_products(kk, qk, k, q, left, right_k, right, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def add_products(kk, qk, k, q, left, right_k, right, dtype: tl.constexpr, PRECISION):
     """Adds `<k_i left_i, r_j right_j>` to `kk [32, 32]` and `<q_i left_i, r_j right_j>` to `qk`, for rows r of `right_k`."""
     r = tl.trans((right_k * right).to(dtype))
     kk = dot((k * left).to(dtype), r, kk, PRECISION)
@@ -38,7 +39,7 @@ def add_products(kk, qk, k, q, left, right_k, right, dtype: tl.constexpr, PRECIS
 
 
 @triton.jit
-def near_pairs(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def near_pairs(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION):
     """Adds the pairs in one block, with the sum `E` at the block's middle as the reference of all of them:
     `exp(G_i - G_j) = exp(G_i - E) exp(E - G_j)`, both factors at most exp(80). Pairs i < j may overflow; `lower` drops them.
     """
@@ -87,12 +88,7 @@ def lower(x, diagonal: tl.constexpr):
 #
 #     Aqk, inverse = Akk_inv diag(beta), Akk_inv [C, C] -> memory
 #     w = inverse (k exp(G)), by MAX_WIDTH channels -> memory
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "H", "HV", "chunk_slots", "checkpoints"),
-        *("beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def prepare_bounded_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     w, qg, kg, inverse, Aqk, decay, Akk_inv, scale, lower_bound, T, N, H, HV,

@@ -16,16 +16,15 @@ operand, and the serial chain never goes through shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem.problem import Problem
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ..shared.mma import dot
+from ..shared.scalars import SCALARS
 from ..shared.segments import part_of_span, place_segment, segment_of, span_chunks_before
 from ..shared.sequences import (
     OFFSETS_AT_A_TIME,
@@ -36,11 +35,20 @@ from ..shared.sequences import (
     span_extent,
 )
 from ..shared.states import checkpoint_slot, checkpoint_target, load_state, sequence_slot, state_offsets, store_state
-from ..stages.launch import SHARED_MEMORY, StageCall, checkpoint_arguments, packet_arguments, precision, state_arguments
+from ..stages.launch import (
+    SHARED_MEMORY,
+    Config,
+    StageCall,
+    bind,
+    checkpoint_arguments,
+    packet_arguments,
+    precision,
+    state_arguments,
+)
 
 
 @triton.jit
-def regular_spans(chunk, begin, end, every, C: tl.constexpr):
+def regular_spans(chunk, begin, end, every, C):
     """How many spans the tokens `[begin, end)` have, from chunk `chunk` of their sequence on, where one starts before every
     `every` chunks."""
     stop = chunk + ((end - begin + C - 1) // C).to(tl.int32)
@@ -48,7 +56,7 @@ def regular_spans(chunk, begin, end, every, C: tl.constexpr):
 
 
 @triton.jit
-def regular_extent(chunk, start, end, every, C: tl.constexpr):
+def regular_extent(chunk, start, end, every, C):
     """`span_extent` of the span that goes on at chunk `chunk` of the sequence, which is at token `start`."""
     stop = tl.minimum(start + (every - chunk % every) * C, end)
     return stop, ((stop - start + C - 1) // C).to(tl.int32)
@@ -73,12 +81,7 @@ def regular_row(first_row, chunk, every, rows):
 #         S^T     [BV, K]  = S^T diag(decay) + v_new^T kg
 #     S^T -> the slot of the checkpoint (of a regular one before the span's chunks)
 #     S^T -> final state
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "HV", "chunk_slots", "checkpoints", "lowest", "pool_slots", "has_initial", "has_final"),
-        *("checkpoint_every", "checkpoint_rows"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def recurrence_kernel(
     w, qg, kg, inverse, Aqk, decay, v, o, h, v_new, u, cu_seqlens,
     checkpoint_offsets, checkpoint_indices, checkpoint_states, checkpoint_every,
@@ -239,16 +242,7 @@ def recurrence_kernel(
         store_state(packet, in_packet, state, crosses.to(tl.int32))
 
 
-@dataclass(frozen=True)
-class RecurrenceConfig:
-    """`BV`: value channels a CTA carries; `stages`: how many chunks of operands are in flight."""
-
-    BV: int
-    num_warps: int
-    stages: int
-
-
-def recurrence_config(problem: Problem, capability: int) -> RecurrenceConfig:
+def recurrence_config(problem: Problem, capability: int) -> Config:
     """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
 
     Wider slices and fewer warps than these spill: 16-bit slices of 64 channels need the register operands of wgmma. In float32
@@ -259,7 +253,7 @@ def recurrence_config(problem: Problem, capability: int) -> RecurrenceConfig:
     if problem.dtype == torch.float32:
         BV, num_warps = 16, 8 if K <= 128 else 16
         if capability == 90 and C * K == 8192:
-            return RecurrenceConfig(BV=32, num_warps=8, stages=2)
+            return Config(BV=32, num_warps=8, STAGES=2)
     elif K == 256:
         BV, num_warps = 32, 8
     else:
@@ -267,7 +261,7 @@ def recurrence_config(problem: Problem, capability: int) -> RecurrenceConfig:
     # asynchronous mma reads a stage while the next ones load; synchronous mma has read it into registers before
     stage = (3 * C * K + 2 * C * C + C * BV) * problem.dtype.itemsize
     buffers = min(3, SHARED_MEMORY[capability] // stage)
-    return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=max(1, buffers if warpgroup_mma else buffers + 1))
+    return Config(BV=BV, num_warps=num_warps, STAGES=max(1, buffers if warpgroup_mma else buffers + 1))
 
 
 STATES_FEW = 16
@@ -279,30 +273,18 @@ BV32_BYTES = 181_248
 """Bytes of shared memory that slices of 32 value channels need, at the most."""
 
 
-def states_config(problem: Problem, capability: int, precision: str) -> RecurrenceConfig:
-    """Of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32 value channels
-    take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as many CTAs.
-    With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones spill."""
+def states_config(problem: Problem, capability: int, precision: str) -> Config:
+    """Chooses sizes of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32
+    value channels take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as
+    many CTAs. With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones
+    spill."""
     BV, num_warps, buffers = 16, 4, 3
     if problem.K > 64:
         num_warps, buffers = 8, 2
         if problem.N * problem.HV > STATES_FEW and precision == "tf32x3" and SHARED_MEMORY[capability] >= BV32_BYTES:
             BV = 32
     stage = (2 * problem.chunk_size * problem.K + problem.chunk_size * BV) * problem.dtype.itemsize
-    return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=1 + min(buffers, SHARED_MEMORY[capability] // stage))
-
-
-def scan_constants(problem: Problem, c: RecurrenceConfig, BV: int) -> dict[str, object]:
-    """Of the kernels that scan a sequence's chunks, with slices of `BV` columns."""
-    return dict(
-        C=problem.chunk_size,
-        K=problem.K,
-        V=problem.V,
-        BV=BV,
-        V_FIRST=problem.state_v_first,
-        PRECISION=precision(problem),
-        STAGES=c.stages,
-    )
+    return Config(BV=BV, num_warps=num_warps, STAGES=1 + min(buffers, SHARED_MEMORY[capability] // stage))
 
 
 def recurrence(
@@ -310,30 +292,21 @@ def recurrence(
     o: Tensor | None,
     final_state: Tensor | None,
     h: Tensor | None,
-    *,
     v_new: Tensor | None = None,
     u: Tensor | None = None,
 ) -> Launch:
     """Without `o`, that is left to `output`. With `u`, neither `Akk_inv` nor v is read."""
-    problem, t, workspace = call.problem, call.t, call.workspace
+    problem, t = call.problem, call.t
     c = recurrence_config(problem, call.arch)
     if u is not None:
         c = states_config(problem, call.arch, problem.precision)
-    inverse, v = (workspace["Akk_inv"], t.v) if u is None else (None, None)
-    first_segment, starts = workspace.select("first_segment", "starts")
-    return Launch(
-        recurrence_kernel,
-        (problem.N if starts is None else starts.shape[0]) * problem.HV * (problem.V // c.BV),
-        (
-            *(*workspace.select("w", "qg", "kg"), inverse, *workspace.select("Aqk", "decay")),
-            *(v, o, h, v_new, u, t.cu_seqlens, *checkpoint_arguments(problem, t)),
-            *(first_segment, starts),
-            *packet_arguments(call),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *strides(t.v, t.v if o is None else o),
-        ),
-        scan_constants(problem, c, c.BV),
-        c.num_warps,
-        scratch=call.buffers,
+    inverse, v = (call.workspace["Akk_inv"], t.v) if u is None else (None, None)
+    starts = call.workspace.get("starts")
+    own = dict(
+        **call.left("w", "qg", "kg", "Aqk", "decay", "first_segment", "starts"),
+        **dict(inverse=inverse, v=v, o=o, h=h, v_new=v_new, u=u),
+        **dict(checkpoint_arguments(problem, t) | packet_arguments(call) | state_arguments(problem, t, final_state)),
+        **dict(vars(c), PRECISION=precision(problem)),
     )
+    ctas = (problem.N if starts is None else starts.shape[0]) * problem.HV * (problem.V // c.BV)
+    return Launch(recurrence_kernel, ctas, *bind(recurrence_kernel, problem, t, own), c.num_warps, scratch=call.buffers)

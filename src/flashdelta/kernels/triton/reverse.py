@@ -22,16 +22,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem.problem import Problem, Tensors
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
+from ..shared.scalars import SCALARS
 from ..shared.segments import place_segment, segment_of
 from ..shared.sequences import crossing_packet, own_work_tile
 from ..shared.states import load_state, state_offsets, store_state
-from ..stages.backward_pass import Kept, Scanned, reverse_scratch
-from ..stages.launch import or_empty
-from .recurrence import recurrence_config, scan_constants
+from ..stages.backward_pass import Kept, Scanned, reverse_arguments, reverse_scratch
+from ..stages.launch import bind, precision
+from .recurrence import recurrence_config
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=SCALARS)
 def reverse_kernel(
     w, qg, kg, Aqk, decay, grad_o, grad_final, grad_v_new, grad_h,
     grad_initial, first_segment, offsets, ends, border, packet, cu_seqlens,
@@ -126,29 +127,23 @@ def reverse_kernel(
 def reverse(
     problem: Problem,
     t: Tensors,
+    arch: int,
     kept: Kept,
     scanned: Scanned | None,
     dht: Tensor | None,
     dh0: Tensor | None,
     packet: Tensor | None,
-    arch: int,
 ) -> Launch:
     """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
     c = recurrence_config(problem, arch)
-    final, initial = or_empty(problem, t, dht, dh0)
-    first_segment, offsets, ends = kept.segments(scanned)
+    own = reverse_arguments(problem, t, kept, scanned, dht, dh0, packet)
+    ends = own["ends"]
+    tiles = dict(zip(names := ("w", "qg", "kg", "Aqk", "decay"), kept.workspace.select(*names)))
+    own = dict(**own, **tiles, **vars(c), PRECISION=precision(problem))
     return Launch(
         reverse_kernel,
         (problem.N if ends is None else ends.shape[0]) * problem.HV * (problem.V // c.BV),
-        (
-            *(*kept.workspace.select("w", "qg", "kg", "Aqk", "decay"), t.do),
-            *(final, *((None, None) if scanned is None else (scanned.dv, scanned.dh)), initial),
-            *(first_segment, offsets, ends, None if packet is None else t.border, packet),
-            *(t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
-            *(problem.T, problem.N, problem.HV, problem.slots),
-            *strides(t.do),
-        ),
-        scan_constants(problem, c, c.BV),
+        *bind(reverse_kernel, problem, t, own),
         c.num_warps,
-        scratch=reverse_scratch(kept, scanned, final, initial, packet),
+        scratch=reverse_scratch(kept, scanned, own),
     )

@@ -10,6 +10,7 @@ scans a sequence's segments and leaves the state before each, from which `recurr
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from ...problem.problem import Problem
 from ...problem.split import SplitCosts
-from ...program.launch import Launch, strides
+from ...program.launch import Launch, sm_count
 from ..shared.mma import dot
+from ..shared.scalars import SCALARS
 from ..shared.segments import (
     chunks_of,
     outgoing_sequence,
@@ -30,17 +32,12 @@ from ..shared.segments import (
 )
 from ..shared.sequences import span_count, span_extent
 from ..shared.states import load_state, sequence_slot, state_offsets
-from ..stages.launch import StageCall, state_arguments
-from ..stages.segments import compose
-from .recurrence import recurrence_config, scan_constants
+from ..stages.launch import StageCall, bind, precision, state_arguments
+from ..stages.segments import compose, transition_arguments
+from .recurrence import recurrence_config
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "checkpoints", "room", "split", "batch_invariant"),
-        *("step", "transition", "compose", "fixed", "shortest", "margin"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def plan_kernel(
     cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints,
     room, split, batch_invariant, step, transition, compose, fixed, shortest, margin,
@@ -67,11 +64,7 @@ def plan_kernel(
     tl.store(first_segment + N, before.to(tl.int32))
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "HV", "chunk_slots", "checkpoints", "lowest", "pool_slots", "has_initial", "has_final"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def transitions_kernel(
     w, kg, inverse, decay, v, transitions, offsets, first_segment, border, cu_seqlens,
     checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots,
@@ -170,58 +163,43 @@ def transitions_width(problem: Problem, capability: int) -> int:
 
 
 def plan(call: StageCall, room: int) -> Launch:
-    problem, costs = call.problem, SPLIT_COSTS
-    return Launch(
-        plan_kernel,
-        1,
-        (
-            *(call.t.cu_seqlens, call.t.checkpoint_offsets, call.workspace["first_segment"]),
-            *(problem.T, problem.N, problem.checkpoints, room, problem.split, int(problem.batch_invariant)),
-            *(costs.step, costs.transition, costs.compose, costs.fixed, costs.shortest, costs.margin),
-        ),
-        dict(C=problem.chunk_size, BLOCK=128),
-        num_warps=4,
-        scratch=call.buffers,
-    )
+    own = dict(call.left("first_segment"), room=room, **vars(SPLIT_COSTS), BLOCK=128)
+    return Launch(plan_kernel, 1, *bind(plan_kernel, call.problem, call.t, own), num_warps=4, scratch=call.buffers)
 
 
 def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> Launch:
-    return _transitions(call, segments, call.workspace.select("transitions", "offsets", "first_segment"), final_state)
+    where = call.left("transitions", "offsets", "first_segment")
+    return _transitions(call, segments, where, final_state)
 
 
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
-    """Of the sequences that go on to the next rank (`merge.py`)."""
-    launch = _transitions(call, call.problem.packets, [packet, packet[:, :, -call.problem.V :], None], None)
+    """Transitions of the sequences that go on to the next rank (`stages/merge.py`)."""
+    where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], first_segment=None)
+    launch = _transitions(call, call.problem.packets, where, None)
     return replace(launch, scratch=(*call.buffers, packet))
 
 
-def _transitions(call: StageCall, segments: int, where: list[Tensor | None], final_state: Tensor | None) -> Launch:
-    problem, t, workspace = call.problem, call.t, call.workspace
-    c = recurrence_config(problem, call.arch)
-    BV = transitions_width(problem, call.arch)
-    to, offsets, first_segment = where
-    assert to is not None and offsets is not None
-    border = t.border if first_segment is None else None
+def _transitions(call: StageCall, segments: int, where: dict[str, Any], final_state: Tensor | None) -> Launch:
+    problem, t = call.problem, call.t
+    c, BV = recurrence_config(problem, call.arch), transitions_width(problem, call.arch)
+    own = dict(
+        **dict(call.left("w", "kg", "decay"), inverse=call.workspace["Akk_inv"]),
+        **transition_arguments(t, where),
+        **state_arguments(problem, t, final_state),
+        **dict(vars(c), BV=BV, PRECISION=precision(problem)),
+    )
     return Launch(
         transitions_kernel,
         segments * problem.HV * ((problem.K + problem.V) // BV),
-        (
-            *(*workspace.select("w", "kg", "Akk_inv", "decay"), t.v),
-            *(*where, border, t.cu_seqlens, t.checkpoint_offsets),
-            *state_arguments(problem, t, final_state),
-            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *strides(t.v),
-            *(to.stride(1), offsets.stride(1)),
-        ),
-        scan_constants(problem, c, BV),
+        *bind(transitions_kernel, problem, t, own),
         c.num_warps,
         scratch=call.buffers,
     )
 
 
-def before_segments(call: StageCall, room: int, final_state: Tensor | None) -> list[Launch]:
-    """What finds the states before the segments."""
+def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
+    """Finds the states before the segments."""
     if not call.forms_segments:
         return []
-    most = call.workspace["starts"].shape[0]
-    return [plan(call, room), transitions(call, most, final_state), compose(call, final_state)]
+    most, at_once = call.workspace["starts"].shape[0], room(call.problem, call.arch, sm_count(call.t.device))
+    return [plan(call, at_once), transitions(call, most, final_state), compose(call, final_state)]

@@ -13,7 +13,7 @@ SUB_LEVELS = tl.constexpr(4)
 
 
 @triton.jit
-def boundary_matrix(level, COUNT: tl.constexpr):
+def boundary_matrix(level, COUNT):
     """`[COUNT, COUNT]`: row i selects the tokens whose decays lie between i and the boundary between the halves of its block of
     `2 << level` rows. In the second half those from the boundary up to and with i, in the first those after i."""
     i = tl.arange(0, COUNT)[:, None]
@@ -24,7 +24,7 @@ def boundary_matrix(level, COUNT: tl.constexpr):
 
 
 @triton.jit
-def pair_mask(level, COUNT: tl.constexpr):
+def pair_mask(level, COUNT):
     """`[COUNT, COUNT]`: pairs (i, j) of one block of `2 << level` rows, i in its second half and j in its first."""
     i = tl.arange(0, COUNT)[:, None] >> level
     j = tl.arange(0, COUNT)[None, :] >> level

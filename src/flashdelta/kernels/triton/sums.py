@@ -11,9 +11,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...program.launch import Launch
+from ..shared.scalars import SCALARS
 
 
-@triton.jit(do_not_specialize=["rows", "channels"])
+@triton.jit(do_not_specialize=SCALARS)
 def sums_kernel(
     partials, grad_weight, grad_bias, rows, channels,
     TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -41,7 +42,7 @@ def sums_kernel(
 
 
 ELEMENTS, MOST_ROWS, FEWEST_COLUMNS = 4096, 1024, 8
-"""Of a tile: all rows where it can be, so that they are loaded at once, and at least 32 bytes of each."""
+"""Most rows of a tile: all where it can be, so that they are loaded at once, and at least 32 bytes of each."""
 
 
 def sums(partials: Tensor, grad_weight: Tensor, grad_bias: Tensor | None, overlaps: bool) -> Launch:

@@ -44,9 +44,11 @@ from ..shared.mma import stacked, two_parts
 from ..shared.norms import L2_EPS
 from ..shared.products import rounded_product
 from ..shared.records import COUNTS, open_record, record_values, store_decay_and_key
+from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets
-from ..stages.decode import SCALARS, decode_states, step_arguments
+from ..stages.decode import decode_states, step_arguments
+from ..stages.launch import bind
 from .sub_chunks import pair_mask
 
 
@@ -57,7 +59,7 @@ def dots(a, b):
 
 
 @triton.jit
-def inverse_norms(rows, L2NORM: tl.constexpr):
+def inverse_norms(rows, L2NORM):
     """`1 / |x|` of rows of q or k; 1 without `L2NORM`."""
     total = dots(rows, rows)
     norms = total * 0.0 + 1.0
@@ -75,14 +77,14 @@ def products(a, b):
 
 
 @triton.jit
-def channels(first, TILE: tl.constexpr):
+def channels(first, TILE):
     """The value channels of a tile, and which of them there are: an MMA has 16 at least."""
     inside = tl.arange(0, max(TILE, 16))
     return first + inside, inside < TILE
 
 
 @triton.jit
-def load_tile(state, first, read, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, V_FIRST: tl.constexpr):
+def load_tile(state, first, read, K, V, TILE, V_FIRST):
     """`TILE` value channels of a state, `[TILE, K]`; zeros where it is not `read`, and in what an MMA has more."""
     value, of_value = channels(first, TILE)
     key = tl.arange(0, max(K, 16))
@@ -94,14 +96,14 @@ def load_tile(state, first, read, K: tl.constexpr, V: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def by_warp(rows, SPLIT: tl.constexpr):
+def by_warp(rows, SPLIT):
     """Rows `[tokens, channels]` as `[SPLIT, tokens, channels / SPLIT]`."""
     parts = tl.reshape(rows, [rows.shape[0], SPLIT, rows.shape[1] // SPLIT])
     return tl.permute(parts, (1, 0, 2))
 
 
 @triton.jit
-def along_rows(state, rows, MMA16: tl.constexpr):
+def along_rows(state, rows, MMA16):
     """`state rows^T`, `[BV, rows]`. A bfloat16 state is one number of TF32 or bfloat16 (`MMA16`), others are two of TF32; rows
     are two of TF32, or three of bfloat16, which are all of their bits."""
     rows = tl.trans(rows)
@@ -124,7 +126,7 @@ def along_rows(state, rows, MMA16: tl.constexpr):
 
 
 @triton.jit
-def inverse(A, tokens, COUNT: tl.constexpr):
+def inverse(A, tokens, COUNT):
     """`(I + A)^-1` of a strictly lower `A [COUNT, COUNT]`, by blocks twice as large each time. Halves of it have no more than
     `tokens` rows that are not zeros, so that larger blocks of those have no corners."""
     row = tl.arange(0, COUNT)[:, None]
@@ -146,7 +148,7 @@ def not_finite(x):
 
 
 @triton.jit
-def with_corners(X, A, level: tl.constexpr, COUNT: tl.constexpr):
+def with_corners(X, A, level: tl.constexpr, COUNT):
     """The inverse of blocks of `2 << level` rows from those of their halves: `[[x, 0], [c, y]]^-1 = [[X, 0], [-Y c X, Y]]`."""
     parts = two_parts(X)
     corner = products(parts, two_parts(tl.where(pair_mask(level, COUNT), A, 0.0)))
@@ -330,10 +332,10 @@ def verify_kernel(
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """`BV`: value channels a CTA, `tile` of them at a time. `max_registers`: of a thread, so that more CTAs fit on an SM."""
+    """`BV`: value channels a CTA, `TILE` of them at a time. `max_registers`: of a thread, so that more CTAs fit on an SM."""
 
     BV: int
-    tile: int
+    TILE: int
     num_warps: int
     max_registers: int | None
 
@@ -350,33 +352,15 @@ def verify_config(problem: Problem) -> VerifyConfig:
 
 def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Speculative tokens into a replay buffer."""
-    o = outputs["o"]
-    c = verify_config(problem)
+    c, overlaps = verify_config(problem), arch >= 90
     states = decode_states(problem, t, None)
     tokens = 8 if problem.most_tokens <= 8 else 16
-    overlaps = arch >= 90
-    launch = Launch(
-        verify_kernel,
-        problem.N * problem.HV * (problem.V // c.BV),
-        step_arguments(problem, t, states, o),
-        dict(
-            K=problem.K,
-            V=problem.V,
-            BV=c.BV,
-            TILE=c.tile,
-            TOKENS=tokens,
-            SPLIT=max(1, min(c.num_warps, problem.K // 16)),
-            MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
-            GATE=problem.gate,
-            BETA=problem.beta_kind,
-            L2NORM=problem.l2norm,
-            V_FIRST=problem.state_v_first,
-            NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
-            OVERLAP=overlaps,
-            ONE_MORE=problem.most_tokens > tokens,
-        ),
-        c.num_warps,
-        max_registers=c.max_registers,
-        overlaps=overlaps,
+    own = dict(
+        **step_arguments(problem, t, states, outputs["o"]),
+        **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
+        **dict(vars(c), SPLIT=max(1, min(c.num_warps, problem.K // 16)), OVERLAP=overlaps),
+        MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
     )
-    return [launch]
+    ctas = problem.N * problem.HV * (problem.V // c.BV)
+    bound = bind(verify_kernel, problem, t, own)
+    return [Launch(verify_kernel, ctas, *bound, c.num_warps, max_registers=c.max_registers, overlaps=overlaps)]

@@ -18,40 +18,39 @@ and the gradient `dS'` of the state after it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
 from ...problem.problem import Problem, Tensors
-from ...program.launch import Launch, strides
+from ...program.launch import Launch
 from ...program.program import Outputs
 from ..shared.gates import LOG2E, beta_of, decay_rate
 from ..shared.norms import row_norms
 from ..shared.products import summand
+from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
 from ..shared.states import state_offsets
-from ..stages.launch import backward_precision, chunks
-from ..stages.wy import Parts, WyOperands
+from ..stages.launch import Config, backward_precision, bind, chunks
+from ..stages.wy import Parts, WyOperands, wy_results
 from .decays import chunk_decays, sums
 
 NORM_BK = tl.constexpr(32)
 """Key channels that an L2 norm adds at a time."""
 
 KEYS_A_THREAD = tl.constexpr(8)
-"""Of a slice of the state, where a thread has one value channel."""
+"""Key channels of a slice of the state, where a thread has one value channel."""
 
 ROWS_A_THREAD = tl.constexpr(2)
-"""Of a chunk's slice, where a thread has one channel: with 32 tokens in float32."""
+"""Rows of a chunk's slice, where a thread has one channel: with 32 tokens in float32."""
 
 
 @triton.jit
-def load_decays(
-    g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr
-):
-    """What `exp_g_of` and `exp_g_last_minus_g_of` start from: `high, low`, the rows' log2 decays in two parts. With a gate
-    `cumulative` (`cumulative_log2`: base 2) g holds the sums `G` already: then `G` and `G_C`, that of the last row."""
+def load_decays(g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K, GATE):
+    """Loads what `exp_g_of` and `exp_g_last_minus_g_of` start from: `high, low`, the rows' log2 decays in two parts. With a
+    gate `cumulative` (`cumulative_log2`: base 2) g holds the sums `G` already: then `G` and `G_C`, that of the last row."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
         first = tl.load(g + row[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         second = tl.load(g + (tl.minimum(count, row.shape[0]) - 1) * g_token + column).to(tl.float32)
@@ -63,13 +62,13 @@ def load_decays(
 
 
 @triton.jit
-def exp_of_sum(G, GATE: tl.constexpr):
+def exp_of_sum(G, GATE):
     """`exp(G)` of a sum that a gate `cumulative` or `cumulative_log2` gives."""
     return tl.exp2(G * LOG2E if GATE == "cumulative" else G)
 
 
 @triton.jit
-def exp_g_of(first, second, row, GATE: tl.constexpr):
+def exp_g_of(first, second, row, GATE):
     """`exp(G) [C, BK]` and `exp(G_C) [BK]`, from `load_decays`."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
         exp_g = exp_of_sum(first, GATE)
@@ -82,7 +81,7 @@ def exp_g_of(first, second, row, GATE: tl.constexpr):
 
 
 @triton.jit
-def exp_g_last_minus_g_of(first, second, row, GATE: tl.constexpr):
+def exp_g_last_minus_g_of(first, second, row, GATE):
     """`exp(G_C - G) [C, BK]`, from `load_decays`."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
         # of sums close to each other the difference is exact, but not once each is multiplied by log2(e)
@@ -98,10 +97,7 @@ def load_rows(x, rows, column, valid):
 
 
 @triton.jit
-def times_states(
-    x, rows, valid, states, column,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def times_states(x, rows, valid, states, column, K, V, BV, V_FIRST, PRECISION):
     """`x S^T [C, BK]`, for x `[C, V]` and a state S `[K, V]`, by slices of `BV` value channels."""
     result = tl.zeros([valid.shape[0], column.shape[0]], tl.float32)
     for t in tl.range(0, V, BV, num_stages=1):
@@ -113,7 +109,7 @@ def times_states(
 
 
 @triton.jit
-def state_overlap(h, grad_h, column, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+def state_overlap(h, grad_h, column, K, V, BV, V_FIRST):
     """`sum_v S dS' [BK]`, by slices of `BV` value channels."""
     overlap = tl.zeros([column.shape[0]], tl.float32)
     for t in tl.range(0, V, BV, num_stages=1):
@@ -124,7 +120,7 @@ def state_overlap(h, grad_h, column, K: tl.constexpr, V: tl.constexpr, BV: tl.co
 
 
 @triton.jit
-def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row, value, valid, V: tl.constexpr):
+def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row, value, valid, V):
     """The chosen channels of `v, do, v_new, dv_new`, `[C, BV]` each."""
     tile_v = load_rows(v, row[:, None] * v_token, value, valid)
     tile_o = load_rows(grad_o, row[:, None] * o_token, value, valid)
@@ -138,8 +134,7 @@ def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row
 
 @triton.jit
 def add_value_tiles(
-    acc_inv, acc_Aqk, acc_beta, tiles, tile_Akk_inv, tile_beta, grad_v, grad_Aqk, in_values, valid,
-    PRECISION: tl.constexpr,
+    acc_inv, acc_Aqk, acc_beta, tiles, tile_Akk_inv, tile_beta, grad_v, grad_Aqk, in_values, valid, PRECISION,
 ):  # fmt: skip
     """Adds the channels of `load_value_tiles` to `dAkk_inv` (without beta), `dAqk` and `dbeta`; stores `dv`."""
     tile_v, tile_grad_o, tile_v_new, tile_grad_v_new = tiles
@@ -167,11 +162,7 @@ def add_value_tiles(
 #         dq  = (do S^T) scale exp(G)                   -> dq [C, BK], its part of dG
 #         dk  = (v_new dS'^T) exp(G_C - G)              -> dk [C, BK], its part of dG, G_C
 #     dAkk = -Akk_inv^T (acc_inv diag(beta)) Akk_inv^T  -> dAkk [C, C]
-@triton.jit(
-    do_not_specialize=[
-        *("T", "N", "H", "HV", "chunk_slots", "rows", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
-    ]
-)
+@triton.jit(do_not_specialize=SCALARS)
 def wy_kernel(
     q, k, g, v, beta, A_log, dt_bias, cu_seqlens, Akk_inv, h, v_new, grad_o, grad_v_new, grad_h, grad_q, grad_k,
     grad_G, grad_v, grad_beta, grad_Akk, grad_Aqk, scale, lower_bound, T, N, H, HV,
@@ -307,18 +298,7 @@ def wy_kernel(
     tl.store(grad_Akk + in_matrix, tl.where(below, dAkk, 0.0), mask=valid[:, None] | (not BY_TOKEN))
 
 
-@dataclass(frozen=True)
-class WyConfig:
-    """`BK`, `BV`: key and value channels that a CTA holds at a time; with all value channels, their gradients stay while
-    `stages` slices of the state are in flight."""
-
-    BK: int
-    BV: int
-    num_warps: int
-    stages: int
-
-
-def wy_config(problem: Problem, capability: int) -> WyConfig:
+def wy_config(problem: Problem, capability: int) -> Config:
     """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
 
     On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two CTAs an SM
@@ -326,54 +306,28 @@ def wy_config(problem: Problem, capability: int) -> WyConfig:
     used up. Elsewhere held operands would fill the registers.
     """
     if problem.dtype == torch.float32:
-        return WyConfig(BK=16, BV=16, num_warps=8, stages=1)
+        return Config(BK=16, BV=16, num_warps=8, STAGES=1)
     if capability == 90 and problem.V <= 128:
-        return WyConfig(BK=16, BV=problem.V, num_warps=4, stages=3)
+        return Config(BK=16, BV=problem.V, num_warps=4, STAGES=3)
     if capability == 90:
         # slices of 16 key and 64 value channels come out wrong with Triton 3.6 (dk by 0.8; tests/gpu/test_wy.py), these right
-        return WyConfig(BK=32, BV=32, num_warps=4, stages=1)
-    return WyConfig(BK=16, BV=min(problem.V, 64) if capability in (90, 100) else 32, num_warps=4, stages=1)
+        return Config(BK=32, BV=32, num_warps=4, STAGES=1)
+    return Config(BK=16, BV=min(problem.V, 64) if capability in (90, 100) else 32, num_warps=4, STAGES=1)
 
 
-def wy_launch(
-    problem: Problem, arch: int, x: WyOperands, found: tuple[torch.Tensor | None, ...], rows: int, **kinds: object
-) -> Launch:
-    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`; `rows`: chunks that `h` has of a batch row."""
+def wy_launch(problem: Problem, arch: int, x: WyOperands, own: dict[str, object]) -> Launch:
     c = wy_config(problem, arch)
-    return Launch(
-        wy_kernel,
-        chunks(problem),
-        (
-            *x.arguments(),
-            *found,
-            *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.H, problem.HV, problem.slots, rows),
-            *strides(x.q, x.k, x.g, x.v, x.do, x.beta),
-        ),
-        dict(
-            C=problem.chunk_size,
-            K=problem.K,
-            V=problem.V,
-            BK=c.BK,
-            BV=c.BV,
-            **kinds,
-            PRECISION=backward_precision(problem, arch),
-            STAGES=c.stages,
-        ),
-        c.num_warps,
-    )
+    own = dict(**x.arguments(), **own, **vars(c), PRECISION=backward_precision(problem, arch))
+    return Launch(wy_kernel, chunks(problem), *bind(wy_kernel, problem, Tensors(), own), c.num_warps)
 
 
 def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
-    found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
-    kinds = dict(GATE=problem.gate, BETA=problem.beta_kind, L2NORM=problem.l2norm, BY_TOKEN=False, V_FIRST=True)
-    launch = wy_launch(problem, arch, x, found, problem.slots, **kinds)
+    own = dict(parts.arguments(), grad_Akk=parts.grad_A, grad_v=grad_v, rows=problem.slots)
+    launch = wy_launch(problem, arch, x, dict(**own, BY_TOKEN=False, V_FIRST=True))
     return replace(launch, scratch=(*x.kept(), *parts.buffers))
 
 
 def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`."""
-    x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
-    results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
-    kinds = dict(GATE=problem.gate, BETA="value", L2NORM=False, BY_TOKEN=True, V_FIRST=problem.state_v_first)
-    return [wy_launch(problem, arch, x, results, problem.rows, **kinds)]
+    own = dict(wy_results(outputs), grad_Akk=outputs["dA"], BETA="value", L2NORM=False, BY_TOKEN=True)
+    return [wy_launch(problem, arch, WyOperands.of(t), own)]

@@ -1,4 +1,4 @@
-"""What Gluon names differently from one Triton version to the next."""
+"""Names that Gluon changes from one Triton version to the next."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ LINES = gl.constexpr(
         shape=[64, 64],
     )
 )
-"""What `to_lines` gives: a thread has twice 8 adjacent elements of 2 rows."""
+"""The layout that `to_lines` gives: a thread has twice 8 adjacent elements of 2 rows."""
 
 
 @gluon.jit
@@ -98,9 +98,9 @@ def store_block(tile, x):
 
 
 @gluon.jit
-def loader_offsets(token_stride, K: gl.constexpr, STEPS: gl.constexpr = False):
-    """Of the loader warp: rows `[64]` of a tile of tokens and the elements' offsets `[64, 64]`; key channels `[K]`. `STEPS`:
-    rows in their order, and four decays of each channel."""
+def loader_offsets(token_stride, K, STEPS=False):
+    """Offsets of the loader warp: rows `[64]` of a tile of tokens and the elements' offsets `[64, 64]`; key channels `[K]`.
+    `STEPS`: rows in their order, and four decays of each channel."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))
@@ -112,7 +112,7 @@ def loader_offsets(token_stride, K: gl.constexpr, STEPS: gl.constexpr = False):
 
 
 @gluon.jit
-def load_halves(states, at, next_, present, K: gl.constexpr, IN_ORDER: gl.constexpr = False):
+def load_halves(states, at, next_, present, K, IN_ORDER=False):
     """A state by halves of 64 key channels, which lie `next_` elements apart; the second is zero if there is only one.
     `IN_ORDER`: an accumulator's column is the channel of that number, and `at` has an accumulator's layout."""
     first = load_state(states, at, present)
@@ -128,14 +128,14 @@ def load_halves(states, at, next_, present, K: gl.constexpr, IN_ORDER: gl.conste
 
 
 @gluon.jit
-def store_halves(states, at, next_, first, second, wanted, K: gl.constexpr, IN_ORDER: gl.constexpr = False):
+def store_halves(states, at, next_, first, second, wanted, K, IN_ORDER=False):
     store_state(states, at, first if IN_ORDER else to_lines(first), wanted)
     if K == 128:
         store_state(states, at + next_, second if IN_ORDER else to_lines(second), wanted)
 
 
 @gluon.jit
-def as_left(x, ORDERED: gl.constexpr = True):
+def as_left(x, ORDERED=True):
     """An accumulator, rounded to bf16, as a left operand in registers. `ORDERED`: before the next MMA starts; LLVM would put it
     between MMAs in flight, for which ptxas then waits."""
     if ORDERED:
@@ -188,7 +188,7 @@ def store_rows(out, token, x, count, staging_s):
 
 
 @gluon.jit
-def load_rows(x, token, count, layout: gl.constexpr, K: gl.constexpr):
+def load_rows(x, token, count, layout: gl.constexpr, K):
     """64 rows of float32, in the layout; zeros from `count` on."""
     row, column = row_column(C, K, layout)
     return gl.load(x + row * token + column, mask=row < count, other=0.0)

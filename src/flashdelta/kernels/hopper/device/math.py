@@ -26,8 +26,8 @@ def wide(a, b):
 
 @gluon.jit
 def token_offset(batch, token, head, of_batch, of_token, of_head):
-    """Of a token and head, in the unit of the strides. Times 8, with strides in units of 8 elements, it tells the compiler that
-    16-byte copies are aligned."""
+    """The offset of a token and head, in the unit of the strides. Times 8, with strides in units of 8 elements, it tells the
+    compiler that 16-byte copies are aligned."""
     return wide(batch, of_batch) + wide(token, of_token) + wide(head, of_head)
 
 
@@ -78,7 +78,7 @@ def softplus_log2(x):
 
 
 @gluon.jit
-def gate_bias(dt_bias, rate, GATE: gl.constexpr):
+def gate_bias(dt_bias, rate, GATE):
     """`dt_bias` as `gate` takes it."""
     if GATE == "lower_bound":
         return dt_bias * (rate * -LOG2E)
@@ -86,7 +86,7 @@ def gate_bias(dt_bias, rate, GATE: gl.constexpr):
 
 
 @gluon.jit
-def gate_unit(rate, lower_bound, GATE: gl.constexpr):
+def gate_unit(rate, lower_bound, GATE):
     """The factor that turns `gate`'s result into a log2 decay."""
     gl.static_assert(
         GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
@@ -101,7 +101,7 @@ def gate_unit(rate, lower_bound, GATE: gl.constexpr):
 
 
 @gluon.jit
-def gate(x, bias, rate, GATE: gl.constexpr):
+def gate(x, bias, rate, GATE):
     """Log2 decay of a step up to `gate_unit`, from `x = g`, `bias` from `gate_bias` and `rate = exp(A_log)`."""
     gl.static_assert(
         GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
@@ -121,7 +121,7 @@ def sigmoid(x):
 
 
 @gluon.jit
-def gate_gradient(x, grad, rate, lower_bound, GATE: gl.constexpr):
+def gate_gradient(x, grad, rate, lower_bound, GATE):
     """From the gradient of a log decay to that of the gate's input `x = g + dt_bias`, and of `A_log`."""
     gl.static_assert(
         GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
@@ -143,7 +143,7 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: gl.constexpr):
 
 
 @gluon.jit
-def beta_value(x, BETA: gl.constexpr):
+def beta_value(x, BETA):
     gl.static_assert(BETA == "value" or BETA == "logit" or BETA == "double_logit", "an unknown kind of beta")
     if BETA == "logit":
         x = sigmoid(x)
@@ -253,7 +253,7 @@ def column_halves(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def inverse_norms(x, L2NORM: gl.constexpr):
+def inverse_norms(x, L2NORM):
     """`[64, 1]`: `1 / sqrt(sum x^2 + eps)` of the rows, or 1."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     factor = gl.full((C,), 1.0, gl.float32, layout=layout)
@@ -263,8 +263,8 @@ def inverse_norms(x, L2NORM: gl.constexpr):
 
 
 @gluon.jit
-def decay_bias(dt_bias, head, rate, column, K: gl.constexpr, GATE: gl.constexpr, volatile: gl.constexpr = False):
-    """Of the value head's key channels `column`, as `gate` takes it, in one row."""
+def decay_bias(dt_bias, head, rate, column, K, GATE, volatile: gl.constexpr = False):
+    """The bias of a value head's key channels `column`, as `gate` takes it, in one row."""
     layout: gl.constexpr = column.type.layout
     bias = gl.zeros(column.shape, gl.float32, layout=layout)
     if dt_bias is not None:
@@ -273,7 +273,7 @@ def decay_bias(dt_bias, head, rate, column, K: gl.constexpr, GATE: gl.constexpr,
 
 
 @gluon.jit
-def store_decays(high_s, low_s, x, bias, rate, lower_bound, valid, GATE: gl.constexpr, SAFE: gl.constexpr):
+def store_decays(high_s, low_s, x, bias, rate, lower_bound, valid, GATE, SAFE):
     """Log2 decays of rows with the gate's input `x`, as float16 `high_s + low_s`: exact to 22 bits. None past the end."""
     step = gate(x, bias, rate, GATE) * gl.where(valid, gate_unit(rate, lower_bound, GATE), 0.0)
     if not SAFE:

@@ -13,7 +13,7 @@ from .compat import aggregate, copy_tile, reinterpret
 from .layouts import BV, C
 
 TILE_BYTES = gl.constexpr(8192)
-"""Of `[64, 64]` in bf16."""
+"""Bytes of `[64, 64]` in bf16."""
 
 
 @aggregate
@@ -73,7 +73,7 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(tiles_d, K: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr):
+def make_ring(tiles_d, K, STAGES, TILES):
     tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
     rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
     decay = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -122,7 +122,7 @@ def make_channel(tiles, place):
 
 @gluon.jit
 def next_phase(phase):
-    """Of a channel's next copy."""
+    """The phase of a channel's next copy."""
     return phase ^ 1
 
 
@@ -157,12 +157,12 @@ def make_decision():
 
 
 THREADS = gl.constexpr(128)
-"""Of the four warps that compute."""
+"""Threads of the four warps that compute."""
 
 
 @gluon.jit
 def signal(semaphore):
-    """Of each thread: what it stored before may be read by another CTA."""
+    """Signals, from each thread, that another CTA may read what it stored before."""
     lane = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     gl.atomic_add(semaphore + lane * 0, lane * 0 + 1, sem="release", scope="gpu")
 

@@ -12,7 +12,6 @@ from ...shared import records as _records
 from ...shared import segments as _segments
 from ...shared import sequences as _sequences
 from ...shared import states as _states
-from ...stages import decode as _decode
 
 
 def _gluon(function: JITFunction) -> JITFunction:
@@ -57,7 +56,6 @@ states_fit = _gluon(_segments.states_fit)
 
 beta_gradient = _gluon(_gates.beta_gradient)
 
-DECODE_SCALARS = _decode.SCALARS
 source_slot = _gluon(_states.start_slot)
 target_slot = _gluon(_states.target_slot)
 open_record = _gluon(_records.open_record)

@@ -33,8 +33,8 @@ def range_start(i, ranges, steps, longest):
 
 @gluon.jit
 def cut_at(step, tile_steps, overhead):
-    """Of tiles of `tile_steps` steps each, `overhead` of them no chunks: the tile that the cut before `step` goes through, and
-    how many of its chunks lie before the cut; if that is 0, the cut is at the tile's start."""
+    """Cuts tiles of `tile_steps` steps each, `overhead` of them no chunks: the tile that the cut before `step` goes through,
+    and how many of its chunks lie before the cut; if that is 0, the cut is at the tile's start."""
     tile = step // tile_steps
     chunk = step % tile_steps
     rest = tile_steps - overhead - chunk
@@ -59,7 +59,7 @@ def range_tile(k, tile0, chunk0, tile1, chunk1):
 
 
 @gluon.jit
-def sequence_steps(cu_seqlens, checkpoint_offsets, overhead, base, N, T, C: gl.constexpr):
+def sequence_steps(cu_seqlens, checkpoint_offsets, overhead, base, N, T, C):
     """Steps of a tile of each of the 128 sequences from `base` on, `overhead` of them no chunks; 0 past the last. Each warp has
     them all."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
@@ -85,7 +85,7 @@ def tiles_before(step, stop, tile_steps, overhead, HV):
 
 
 @gluon.jit
-def tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, C: gl.constexpr):
+def tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, C):
     """Range `i`: its first tile, the number of its chunks that belong to the range before, and the same of the next range."""
     # as many as checkpoint spans: a change of tile and each checkpoint take about as long as a chunk
     overhead = span_count(checkpoint_offsets, checkpoints)
@@ -129,7 +129,7 @@ def tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV,
 
 
 @gluon.jit
-def stream_k_range(cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, SLICES: gl.constexpr):
+def stream_k_range(cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, SLICES):
     """The CTA's `tile_range`: equal ranges for the groups of CTAs that do a tile's slices."""
     i, ranges = gl.program_id(0) // SLICES, gl.num_programs(0) // SLICES
     return tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, C)

@@ -143,8 +143,8 @@ class TileScheduler:
 
     @gluon.jit
     def span(self, tile, i, start, slot):
-        """Of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token, chunks, and
-        which of these `[low, high)` belong to the work tile."""
+        """Extent of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token,
+        chunks, and which of these `[low, high)` belong to the work tile."""
         row = self.row(tile)
         end, chunks = span_extent(self.checkpoint_offsets, row, i, tile.num_spans, start, tile.begin, tile.end, C)
         if self.checkpoint_offsets is None or (self.first_segment is None and self.tile_range is None):
@@ -183,7 +183,7 @@ class TileScheduler:
         )
 
     @gluon.jit
-    def transition(self, k, K: gl.constexpr):
+    def transition(self, k, K):
         """The segment of the CTA's transition number `k`, its place in the sequence, and how many of its chunks count: M of a
         sequence's first segment is not needed, as the state before it is known."""
         head, n, batch, begin, end, slot, num_spans, first, stop, segment, place = self._of_segment(k, 1)
@@ -196,20 +196,20 @@ class TileScheduler:
         return tile, place, chunks
 
     @gluon.jit
-    def outgoing_slices(self, border, K: gl.constexpr):
+    def outgoing_slices(self, border, K):
         """How many slices a transition for the next rank has: of sequences that start on this rank b's alone, so that all CTAs
         form these."""
         place = outgoing_sequence(border, 0)[1]
         return gl.where(place == 0, self.SLICES - K // BV, self.SLICES)
 
     @gluon.jit
-    def outgoing_slice(self, border, K: gl.constexpr):
+    def outgoing_slice(self, border, K):
         """`slice` of a transition for the next rank."""
         slices = self.outgoing_slices(border, K)
         return self.SLICES - slices + gl.program_id(0) % slices
 
     @gluon.jit
-    def outgoing_count(self, border, K: gl.constexpr):
+    def outgoing_count(self, border, K):
         """How many transitions for the next rank the CTA does: of one packed sequence, or of all batch rows."""
         packets = 1 if self.cu_seqlens is not None else self.N
         slices = self.outgoing_slices(border, K)
@@ -217,7 +217,7 @@ class TileScheduler:
         return gl.where(inside, persistent_count(packets * self.HV, slices), 0)
 
     @gluon.jit
-    def outgoing(self, k, border, K: gl.constexpr):
+    def outgoing(self, k, border, K):
         """`transition` of the CTA's packet number `k` for the next rank: of the whole sequence, whose place is 0 if it starts
         on this rank."""
         at = persistent_tile(k, self.outgoing_slices(border, K))
@@ -363,7 +363,7 @@ def find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T):
 
 
 @gluon.jit
-def last_chunks_first(HV, BY_HEAD: gl.constexpr):
+def last_chunks_first(HV, BY_HEAD):
     """Value head and chunk slot of the CTA, and the tile's place among all. `recurrence` starts with the first chunks, which
     are then still in the L2 cache. `BY_HEAD`: the grid has heads as its second dimension."""
     if BY_HEAD:
@@ -378,7 +378,7 @@ def last_chunks_first(HV, BY_HEAD: gl.constexpr):
 
 
 @gluon.jit
-def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, SELECT: gl.constexpr = False):
+def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, SELECT=False):
     """Batch row, first token and token count of a chunk slot; 0 or less if it has no chunk. `SELECT`: of sequences of
     one length the slots before the row's are taken off by a select, without which ptxas of Triton 3.6 serialises the MMAs of
     `prepare` with unbounded gates."""
@@ -416,7 +416,7 @@ def chunk_tile(tile, cu_seqlens, slots, N, T, HV):
 
 @gluon.jit
 def first_tile():
-    """Of a CTA that has one tile, or every n-th."""
+    """The first tile of a CTA that has one, or every n-th."""
     return gl.program_id(0)
 
 

@@ -1,4 +1,4 @@
-"""Whether a chunk forgets the state before it: then the state after it needs nothing else."""
+"""Trials of whether a chunk forgets the state before it: then the state after it needs nothing else."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ FORGOTTEN = gl.constexpr(2.0**-40)
 
 
 @gluon.jit
-def may_forget(decay, present, K: gl.constexpr):
-    """Whether a trial of the chunk with these decays is worth its time, for warps of any number: each warp asks for all K. A
-    diagonal element of M is a channel's decay less what the delta rule takes. If the decay is larger than M may be, the
-    rest must cancel it, which no model's does. A NaN may not forget, nor may a chunk that is not `present`."""
+def may_forget(decay, present, K):
+    """Says whether a trial of the chunk with these decays is worth its time, for warps of any number: each warp asks for all K.
+    A diagonal element of M is a channel's decay less what the delta rule takes. If the decay is larger than M may be, the rest
+    must cancel it, which no model's does. A NaN may not forget, nor may a chunk that is not `present`."""
     key = gl.arange(0, K, layout=gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0]))
     decays = gl.load(decay + key, mask=key < gl.where(present, K, 0), other=1.0)
     return gl.min((decays <= FORGOTTEN).to(gl.int32), axis=0) > 0
 
 
 @gluon.jit
-def trial(ring, s, K: gl.constexpr, KG: gl.constexpr, INVERSE: gl.constexpr):
+def trial(ring, s, K, KG, INVERSE):
     """The chunk in stage `s` as an affine map `S' = M S + b`: b by halves of the key channels, and whether the chunk forgets S,
     as M is next to nothing. `KG`, `INVERSE`: where these tiles lie in a stage; -w is the first. The norm of M counts, not the
     decays: what the delta rule moves from one channel to another may decay less than either.
