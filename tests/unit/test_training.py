@@ -149,7 +149,7 @@ def test_kimi_linear_runs_on_what_it_says(kimi, monkeypatch):
         assert file.chunk_kimi_delta_attention.__code__.co_filename == file.__file__
     assert file.chunk_kimi_delta_attention is decorated and decorated.__code__.co_filename != file.__file__
     with kimi.running("flashdelta"):
-        assert kimi.status("fla").state == "active" and file.chunk_kimi_delta_attention in _fla._State.patches.wrappers
+        assert kimi.status("fla").state == "active" and file.chunk_kimi_delta_attention in _fla.FLA.applied.wrappers
     assert file.chunk_kimi_delta_attention is decorated
     assert kimi.status("fla").state == "possible"
     monkeypatch.setenv("FLA_FLASHDELTA", "0")

@@ -283,9 +283,7 @@ class KimiDeltaAttention(nn.Module):
             op, arguments, options = self._kda_call(p, mixed, states, share)
         o, state = op(*arguments, **options)
         if cu_seqlens is not None and o.requires_grad:
-            # whatever lies in rows of no sequence: times a gradient of zero, NaN would reach the weights behind
-            covered = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1]
-            o = torch.where(covered[:, None, None], o, 0.0)
+            o = zero_strays(o, cu_seqlens)
         norm = _narrowed(share.whole(self.o_norm), o.dtype)
         o = gated_rms_norm(o, gate, norm, eps=self.norm_eps, backend=self._around())
         return self.o_proj(o.flatten(2)), KdaCache(conv, state) if return_cache else None
@@ -501,6 +499,13 @@ class KimiDeltaAttention(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.mark_parameters()  # copies of parameters have no marks
+
+
+def zero_strays(o: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Zeros in the rows of `o [1, T, HV, V]` that belong to no sequence: times a gradient of zero, a NaN there would reach the
+    weights behind."""
+    covered = torch.arange(o.shape[1], device=o.device) < cu_seqlens[-1]
+    return torch.where(covered[:, None, None], o, 0.0)
 
 
 def _low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:
