@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.runtime.warmup import WARM_MANY
 from flashdelta.triton import decode
 
 from ..support.cases import BF16, FP32, case_id
@@ -59,11 +58,3 @@ def test_rounds_of_replay():
 @pytest.mark.parametrize("name", [*RECORD_CHECKS][::2])
 def test_records(name: str):
     RECORD_CHECKS[name](backend="triton")
-
-
-def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):
-    assert 2 * WARM_MANY > decode.DECODE_FEW
-    monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
-    monkeypatch.setattr(decode, "DECODE_FEW", 3)
-    options = {"dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
-    assert fd.warmup(fd.recurrent_kda, [(32, 32)], **options) == (1 + 3) + (12 + 12)

@@ -210,14 +210,6 @@ def test_bad_offsets_touch_nothing_outside_the_tensors(op, values: tuple[int, ..
     assert guarded[:, :70].eq(0).all() and guarded[:, 140:].eq(0).all()
 
 
-@pytest.mark.parametrize("op", BOTH)
-def test_warmup_runs(op, monkeypatch: pytest.MonkeyPatch):
-    # sequences, of which the interpreter runs one after the other
-    monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
-    calls = fd.warmup(op, [(32, 32)], dtype=FP32, device="cpu", backend="triton", initial_state=(True,))
-    assert calls == (2 if op is fd.chunk_kda else 1 + 3)
-
-
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
 def test_a_readout_past_float16(op):
     check_readout(op, FP16, "triton")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +21,11 @@ from flashdelta.hopper.recurrence import stream_k_pays
 from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
 from flashdelta.problem.problem import record_width
 from flashdelta.problem.split import segments_of_call
+from flashdelta.program import launch
 from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import Workspace
+from flashdelta.runtime import warmup
 from flashdelta.runtime.call import check
-from flashdelta.runtime.warmup import _warm_sizes
 
 from ..compile.variants import BETWEEN, on_rank
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
@@ -371,25 +374,39 @@ def test_two_ranks_take_steps_where_one_gpu_does(heads: int):
         assert in_steps(replace(own, relay=False), room(own, t.device)) == (heads >= 48)
 
 
-@pytest.mark.parametrize("V", [64, 128])
-@pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("packed", [False, True])
-def test_warmup_calls_every_form(packed: bool, K: int, V: int):
-    """In steps and in chunks, by whole tiles, of few at once with `prepare`, and by stream-K, and chunks that may be split."""
-    forms = set()
-    for B, T, H, N in _warm_sizes("chunk", packed, V, torch.device("cuda")):
-        lengths = (T,) * N if packed else None
-        problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, B=B, T=T, K=K, V=V, H=H, HV=H, lengths=lengths)))
-        most = room(problem, t.device)
-        split = segments_of_call(replace(problem, T=T), most, SPLIT_COSTS) > 0
-        scan = next(x for x in build(problem, t, 90).launches if isinstance(x, Launch) and "STREAM_K" in x.constants)
-        stream_k = stream_k_pays(problem, ctas(V // 64, t.device))
-        forms.add((in_steps(problem, most), stream_k, scan.overlaps, split))
-    assert forms == {
-        *((steps, stream_k, False, False) for steps in (False, True) for stream_k in (False, True)),
-        (False, False, True, False),
-        *((False, stream_k, False, True) for stream_k in ((False, True) if packed else (False,))),
-    }
+WARMED = [
+    (fd.chunk_kda, {"head_dims": [(128, 128), (64, 128), (32, 32)], "has_initial_state": (True,)}),
+    (
+        fd.chunk_kda,
+        {"packed": (True,), "state_pool": (True,), "checkpoint_states": (True,), "gate": "none", "lower_bound": None},
+    ),
+    (fd.fused_recurrent_kda, {"state_v_first": True, "state_dtype": BF16}),
+    *((fd.recurrent_kda, {"speculative": True, "state_v_first": True, "state_dtype": x}) for x in (BF16, FP32)),
+    (fd.fused_kda_decode, {"speculative": True, "state_v_first": True}),
+]
+OTHER_SIZES = {"HEADS": (2, 17, 64), "SEQUENCES": (3, 7, 100), "LENGTHS": (1, 64, 5000), "DRAFTS": (3, 5, 9, 17)}
+
+
+@pytest.mark.parametrize(("capability", "sms"), [((9, 0), 132), ((9, 0), 78), ((8, 0), 108)])
+@pytest.mark.parametrize(("op", "options"), WARMED)
+def test_warmup_compiles_what_calls_of_other_sizes_launch(
+    op, options: dict, capability: tuple[int, int], sms: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As for a GPU that is not there: launches are made, and nothing is compiled."""
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=sms)
+    compiled: set[tuple] = set()
+    has_capability(monkeypatch, capability)
+    monkeypatch.setattr(warmup, "find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(launch, "_properties", lambda device: gpu if device is not None else None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(Launch, "compile", lambda self: compiled.add(self._key(0)) if self.ctas > 0 else None)
+    assert fd.warmup(op, **options) > 0
+    before = {*compiled}
+    assert len(before) > 2
+    for name, sizes in OTHER_SIZES.items():
+        monkeypatch.setattr(warmup, name, sizes)
+    fd.warmup(op, **options)
+    assert compiled == before
 
 
 SHARD = replace(KIMI, T=2048, H=12, HV=12)

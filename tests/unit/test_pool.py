@@ -98,4 +98,4 @@ def test_no_plan_leads_outside(plan: Plan):
 def test_warmup_makes_pool_calls():
     pools = {"state_pool": (False, True), "has_initial_state": (True,), "checkpoints": (False, True)}
     assert fd.warmup(fd.chunk_kda, [(32, 32)], device="cpu", packed=(True,), **pools) == 2 + 2
-    assert fd.warmup(fd.fused_recurrent_kda, [(32, 32)], device="cpu", state_pool=(True,)) == 2 * (1 + 3)
+    assert fd.warmup(fd.fused_recurrent_kda, [(32, 32)], device="cpu", state_pool=(True,)) == 2 * 2
