@@ -16,11 +16,10 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.hopper.build import build, in_steps
-from flashdelta.hopper.launch import ctas, layout, prefetching_ctas
+from flashdelta.hopper.launch import layout, prefetching_ctas
 from flashdelta.hopper.recurrence import stream_k_pays
-from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
+from flashdelta.hopper.segments import may_try, room, split_layout
 from flashdelta.problem.problem import record_width
-from flashdelta.problem.split import segments_of_call
 from flashdelta.program import launch
 from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import Workspace
@@ -255,8 +254,8 @@ def test_wy_reads_copies_of_what_is_off_a_boundary(layout: str, copied: bool):
 def test_strides_are_told_in_whole_steps(layout: str, wide_gate: bool):
     """Kernels take them in units of 8 elements: none may be rounded, in fp32 neither."""
     (*_, prepare, recurrence), _ = launched(make_call(replace(KIMI, B=2, layout=layout, wide_gate=wide_gate), BF16))
-    for launch, name in ((prepare, "q"), (prepare, "k"), (prepare, "g"), (recurrence, "v"), (recurrence, "o")):
-        x, *steps = read(launch, name, *(f"{name}_{dim}" for dim in ("batch", "token", "head")))
+    for step, name in ((prepare, "q"), (prepare, "k"), (prepare, "g"), (recurrence, "v"), (recurrence, "o")):
+        x, *steps = read(step, name, *(f"{name}_{dim}" for dim in ("batch", "token", "head")))
         assert [8 * step for step in steps] == list(x.stride()[:3]), name
         assert x.data_ptr() % 16 == 0 and x.stride(-1) == 1
 

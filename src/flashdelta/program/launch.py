@@ -15,7 +15,6 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-
 _target = contextvars.ContextVar[torch.device | None]("_target", default=None)
 
 

@@ -127,19 +127,18 @@ def warmup(
     buffers = [x for has in flags("checkpoint_states", checkpoint_states) for x in (MARKS if has else ("",))]
     if kind in DRAFTED:
         ways = [{"drafts": x} for x in DRAFTED[kind][: None if speculative else 1]]
-    kinds = itertools.product(pairs, flags("packed", packed), ways, buffers if kind == "chunk" else [""])
+    kinds = [*itertools.product(pairs, flags("packed", packed), ways, buffers if kind == "chunk" else [""])]
     options: dict[str, Any] = dict(gate=gate, lower_bound=lower_bound, backend=backend)
     options |= dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval)
     logit = "use_beta_sigmoid_in_kernel" if kind in ("chunk", "recurrent") else "beta_is_logit"
     options |= {logit: use_beta_sigmoid_in_kernel, "state_v_first": state_v_first}
     options |= {"safe_gate": safe_gate} if kind == "chunk" else {}
-    number = 0
-    for number, ((K, V), is_packed, way, buffer) in enumerate(kinds, 1):
+    for (K, V), is_packed, way, buffer in kinds:
         for call in calls.of_sizes(K, V, is_packed, buffer, **way):
             _compile(op, call | options, device)
             if kind == "decode" and "intermediate_states" in call:
                 _compile(_commit(), calls.commit(call) | {"state_v_first": state_v_first, "backend": backend}, device)
-    return number
+    return len(kinds)
 
 
 def _compile(op: Callable, call: dict[str, Any], device: torch.device) -> None:
