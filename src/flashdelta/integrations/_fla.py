@@ -421,7 +421,7 @@ def correct_question(module: ModuleType) -> None:
 
 
 def is_exporting() -> bool:
-    """Answers as `torch.compiler.is_exporting`, but that PyTorch 2.11 says True whenever it compiles (pytorch/pytorch#176347)."""
+    """Answers as `torch.compiler.is_exporting`; PyTorch 2.11 says True whenever it compiles (pytorch/pytorch#176347)."""
     return torch.compiler._is_exporting_flag
 
 
