@@ -26,7 +26,7 @@ from ..problem.problem import Problem, Tensors
 from . import parallel
 from .gate import elementwise_inputs
 from .sequences import ChunkSlots, chunk_slots, lengths_of
-from .states import states_in, states_out, store_checkpoints, store_final
+from .states import states_in, states_out, store, store_final
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,11 @@ def chunk_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor 
         last = states[slots.last]
         if problem.checkpoints > 0:
             reached = states[slots.reached].flatten(0, 1)
-            store_checkpoints(problem, t, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
+            buffer = t.state_pool if t.checkpoint_states is None else t.checkpoint_states
+            store(problem, buffer, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
     if problem.checkpoint_every > 0 and not empty:
-        store_checkpoints(problem, t, *regular_checkpoints(problem, t, slots), torch.stack(before).flatten(0, 1))
+        rows = regular_checkpoints(problem, t, slots)
+        store(problem, t.checkpoint_states, *rows, torch.stack(before).flatten(0, 1))
     if problem.has_pool:
         store_final(problem, t, last)
     final = states_out(problem, last, problem.final_dtype) if problem.output_final_state else None
