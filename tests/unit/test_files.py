@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flashdelta.tools.files import require_writable, whole_file, whole_folder
+from benchmarks.files import require_writable, whole_file
+from flashdelta.tools.files import whole_folder
 
 
 def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path):

@@ -150,7 +150,7 @@ BAD = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, x) for name, values in BAD.items() for x in values])
 def test_bad_layer_arguments_are_named(name: str, value: object) -> None:
-    with pytest.raises((ValueError, TypeError), match=rf"^{name}: got "):
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}\b.*got "):
         KimiDeltaAttention(48, **{"num_heads": 2, "head_dim": 32, name: value})
 
 
@@ -167,10 +167,10 @@ def test_bad_inputs_are_named() -> None:
         ("cache", {"x": torch.randn(3, 1, 48)}),
         ("initial_state", {"cache": KdaCache(good.conv, good.state[:1])}),
     ):
-        with pytest.raises((ValueError, TypeError), match=rf"^{name}: got "):
+        with pytest.raises((ValueError, TypeError), match=rf"^{name}\b.*got "):
             layer(**{"x": x, "cache": good} | given)
     for name, given in (("slots", {"slots": 0}), ("state_dtype", {"slots": 1, "state_dtype": torch.float16})):
-        with pytest.raises(ValueError, match=rf"^{name}: got "):
+        with pytest.raises(ValueError, match=rf"^{name}\b.*got "):
             layer.make_pool(**given)
 
 
@@ -228,9 +228,9 @@ def test_a_file_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_bad_model_inputs_are_named() -> None:
     model = tiny_model()
     _, caches = model(torch.zeros(1, 3, dtype=torch.int64), return_caches=True)
-    with pytest.raises(ValueError, match=r"^tokens: got shape"):
+    with pytest.raises(ValueError, match=r"^tokens\b.*got shape"):
         model(torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"^caches: got 1"):
+    with pytest.raises(ValueError, match=r"^caches\b.*got 1"):
         model(torch.zeros(1, 1, dtype=torch.int64), caches[:1])
-    with pytest.raises(ValueError, match=r"^temperature: got -1"):
+    with pytest.raises(ValueError, match=r"^temperature\b.*got -1"):
         model.generate(torch.zeros(1, 3, dtype=torch.int64), 2, temperature=-1.0)

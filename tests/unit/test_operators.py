@@ -385,7 +385,7 @@ BAD_WARMUPS = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_WARMUPS.items() for value in values])
 def test_warmup_names_what_it_cannot_vary(name: str, value: object):
-    with pytest.raises((TypeError, ValueError), match=rf"^{name}: got "):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}\b.*got "):
         fd.warmup(fd.chunk_kda, **{"head_dims": [(32, 32)], "device": "cpu", name: value})
 
 

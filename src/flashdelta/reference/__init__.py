@@ -17,7 +17,6 @@ from .fused_decode import fused_kda_decode
 from .norm import gated_rms_norm
 from .prefill import prefill
 from .recurrent import recurrent_kda
-from .rounding import rounding_error
 from .states import without_null, writing
 from .wy import chunk_bwd_wy_dqkg
 
@@ -30,7 +29,6 @@ __all__ = [
     "gated_rms_norm",
     "prefill",
     "recurrent_kda",
-    "rounding_error",
     "short_convolution",
 ]
 
