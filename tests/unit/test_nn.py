@@ -219,9 +219,9 @@ def test_a_file_without_a_model_is_refused(tmp_path: Path) -> None:
 
     other = tmp_path / "other.safetensors"
     save_file({"x": torch.zeros(1)}, str(other))
-    with pytest.raises(ValueError, match=r"^path: got"):
+    with pytest.raises(ValueError, match=r"^path\b.*got"):
         load_model(other)
-    with pytest.raises(FileNotFoundError, match=r"^path: got"):
+    with pytest.raises(FileNotFoundError, match=r"^path\b.*got"):
         load_model(tmp_path / "absent.safetensors")
 
 

@@ -173,7 +173,7 @@ def test_bad_pools_are_named():
         ):
             with pytest.raises((ValueError, TypeError), match=rf"^{name}\b.*got "):
                 layer(x, **good | change)
-        with pytest.raises(ValueError, match=r"^slots must be one per sequence = \[2\]; got shape \[1\]"):
+        with pytest.raises(ValueError, match=r"^slots\b.*got shape \[1\]"):
             layer(x.view(1, 2, -1), cu_seqlens=torch.tensor([0, 1, 2]), pool=pool, slots=slots[:1])
         with pytest.raises(ValueError, match=r"^dtype\b.*got torch.int32"):
             layer.make_pool(3, dtype=torch.int32)

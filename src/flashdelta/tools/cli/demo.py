@@ -61,7 +61,7 @@ class DemoResult:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs a block on one thread: a step's tensors are tiny, and on a busy machine threads wait for each other (6 tokens/s, 50 with one)."""
+    """Runs a block on one thread: on a busy CPU threads wait for each other (6 tokens/s, 50 with one)."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
