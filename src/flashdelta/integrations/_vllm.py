@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
 from ..problem.switches import is_on
 from .engine import KERNEL, Arguments, Engine, first_rows, runs, take, warm_up
-from .seams import Patch, TensorProxy, real
+from .seams import Adapter, Patch, TensorProxy, real
 
 Original = Callable[..., Any]
 
@@ -44,7 +44,7 @@ class Slots(TensorProxy):
         return self
 
     def to(self, dtype: torch.dtype) -> Slots:
-        """They have the pool's."""
+        """Returns the same: they have the pool's."""
         return self
 
     @classmethod
@@ -69,7 +69,7 @@ class Final(TensorProxy):
         return Final(self.states[key])
 
     def to(self, dtype: torch.dtype) -> Final:
-        """They have the pool's."""
+        """Returns the same: they have the pool's."""
         return self
 
     @classmethod
@@ -167,7 +167,7 @@ def norm(call: Arguments) -> Arguments:
 
 
 def prefill(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) -> Tensor | None:
-    """From the states before to those after, in the pool; None if no kernel of ours runs the call."""
+    """A prefill from the states before to those after, in the pool; None if no kernel of ours runs the call."""
     states = call.get("initial_state")
     if not isinstance(states, Slots):
         return None
@@ -194,7 +194,7 @@ LAYOUT = {"null_index": "non_positive", "use_qk_l2norm_in_kernel": True, "state_
 
 
 def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) -> Tensor | None:
-    """Of decoding, in place: a token a sequence, or several by slots of their own."""
+    """A step of decoding, in place: one token per sequence, or several by slots of their own."""
     pool, offsets, slots = (call[name] for name in ("initial_state", "cu_seqlens", "ssm_state_indices"))
     accepted = call.get("num_accepted_tokens")
     if not call.get("inplace_final_state", True) or pool is None or offsets is None or slots is None:
@@ -225,20 +225,32 @@ def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) ->
     return None if found is None else found[0].transpose(0, 1) if back else found[0]
 
 
+def or_original(ours: Callable[[Arguments], Tensor | None]) -> Adapter:
+    """An adapter that returns our outputs and the call's states, or if there are none what the engine's function returns."""
+
+    @functools.wraps(ours)
+    def adapter(original: Original, call: Arguments) -> Any:
+        o = ours(call)
+        return original(**gathered(call)) if o is None else (o, call["initial_state"])
+
+    return adapter
+
+
 # ---- Kimi-Linear and Kimi-K3 -----------------------------------------------------------------------------------------
 
 
-def kimi_prefill(original: Original, call: Arguments) -> tuple[Tensor, Any]:
-    o = prefill(call, "raw_g", "raw_beta", True, gate(call, "A_log", "g_bias") | norm(call))
-    return original(**gathered(call)) if o is None else (o, call["initial_state"])
+@or_original
+def kimi_prefill(call: Arguments) -> Tensor | None:
+    return prefill(call, "raw_g", "raw_beta", True, gate(call, "A_log", "g_bias") | norm(call))
 
 
-def kimi_verify(original: Original, call: Arguments) -> tuple[Tensor, Tensor]:
-    o = step(call, "raw_g", "raw_beta", True, gate(call, "A_log", "dt_bias"))
-    return original(**call) if o is None else (o, call["initial_state"])
+@or_original
+def kimi_verify(call: Arguments) -> Tensor | None:
+    return step(call, "raw_g", "raw_beta", True, gate(call, "A_log", "dt_bias"))
 
 
-def kimi_decode(original: Original, call: Arguments) -> tuple[Tensor, Tensor]:
+@or_original
+def kimi_decode(call: Arguments) -> Tensor | None:
     g, beta, out = (call.get(name) for name in ("raw_g", "raw_beta", "out"))
     ours = {
         "mixed_qkv": call["mixed_qkv"],
@@ -253,29 +265,28 @@ def kimi_decode(original: Original, call: Arguments) -> tuple[Tensor, Tensor]:
         **gate(call, "A_log", "dt_bias"),
     }
     found = take(recurrent_kda, ours)
-    return original(**call) if found is None else (found[0].transpose(0, 1), call["initial_state"])
+    return None if found is None else found[0].transpose(0, 1)
 
 
 def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments:
-    """One state a sequence, in a buffer of its own, from which vLLM stores it."""
+    """One state per sequence, in a buffer of its own, from which vLLM stores it."""
     if offsets is None:
         return {}
     rows = first_rows(offsets.shape[0], offsets.device)
     return {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": buffer}
 
 
-def k3_prefill(original: Original, call: Arguments) -> tuple[Tensor, Any]:
+@or_original
+def k3_prefill(call: Arguments) -> Tensor | None:
     """In place of FlashKDA, whose workspace it does not use."""
     final, offsets = call["final_state"], call.get("checkpoint_offsets")
+    if offsets is not None and not isinstance(final, Final):
+        return None
     marks = with_checkpoints(offsets, call.get("checkpoint_state"))
-    o = None
-    if offsets is None or isinstance(final, Final):
-        o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
-    if o is None:
-        return original(**gathered(call))
+    o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
     if offsets is not None:
-        final.stored = True
-    return o, call["initial_state"]
+        final.stored = o is not None
+    return o
 
 
 def k3_others(original: Original, call: Arguments) -> Any:
@@ -314,7 +325,7 @@ def accelerator() -> torch.device | None:
 
 
 def takes(call: Arguments, spec: int) -> bool:
-    """Whether a kernel of ours runs the steps of such a layer, which it then will."""
+    """Tells whether a kernel of ours runs the steps of such a layer, which it then will."""
     device = accelerator()
     if device is None:
         return False
@@ -368,111 +379,89 @@ def null_step(
     return step
 
 
-def is_ours(call: Arguments, g: str, spec: int) -> bool:
+SAME = ("x", "weight", "bias", "conv_state", "raw_beta", "A_log", "dt_bias", "state", "output_gate", "norm_weight")
+SAME += ("norm_eps", "lower_bound")
+
+
+def fused(call: Arguments, g: str, spec: int, **options: Any) -> Tensor | None:
+    """A step of a layer that was built for ours; None for another one's. vLLM has nothing to fall back to in such a layer, so
+    that a call that no kernel runs ends in `NoKernel`."""
     dtypes = (call[name].dtype for name in ("x", "conv_state", "state"))
     gated = call.get("output_gate") is not None and call.get("norm_weight") is not None
-    return gated and (*call[g].shape[-2:], call["weight"].shape[1], *dtypes, spec) in _fused
+    if not gated or (*call[g].shape[-2:], call["weight"].shape[1], *dtypes, spec) not in _fused:
+        return None
+    same = {name: call[name] for name in SAME if name in call}
+    return fused_kda_decode(**same, raw_g=call[g], **options, null_index="non_positive", backend=KERNEL)
 
 
-SAME = ("x", "weight", "conv_state", "raw_beta", "A_log", "dt_bias", "state", "output_gate", "norm_weight", "norm_eps")
-
-
-STEP = {"null_index": "non_positive", "backend": KERNEL}
-"""vLLM has nothing to fall back to in such a layer, so that a call that no kernel runs ends in `NoKernel`."""
-
-
-def k3_fused_decode(original: Original, call: Arguments) -> Tensor:
-    if not is_ours(call, "raw_g", 0):
-        result: Tensor = original(**call)
-        return result
+def k3_fused_decode(original: Original, call: Arguments) -> Any:
     out = call.get("out")
-    o = fused_kda_decode(
-        **{name: call[name] for name in SAME if name in call},
-        raw_g=call["raw_g"],
-        bias=call.get("bias"),
-        state_indices=call["state_indices"],
-        lower_bound=call.get("lower_bound"),
-        output=None if out is None else out.transpose(0, 1),
-        **STEP,
-    )
-    return o.transpose(0, 1)
+    out = None if out is None else out.transpose(0, 1)
+    o = fused(call, "raw_g", 0, state_indices=call["state_indices"], output=out)
+    return original(**call) if o is None else o.transpose(0, 1)
 
 
-def k3_fused_verify(original: Original, call: Arguments) -> Tensor:
-    """Of drafts; graphs may have more rows of slots than sequences."""
-    spec = call["state_indices"].shape[-1] - 1
-    if not is_ours(call, "raw_gate", spec):
-        result: Tensor = original(**call)
-        return result
-    offsets = call["query_start_loc"]
-    sequences = offsets.shape[0] - 1
-    return fused_kda_decode(
-        **{name: call[name] for name in SAME if name in call},
-        raw_g=call["raw_gate"],
-        state_indices=call["state_indices"][:sequences],
-        lower_bound=call["lower_bound"],
-        output=call.get("output"),
-        cu_seqlens=offsets,
-        num_spec_tokens=spec,
-        num_accepted_tokens=call["num_accepted_tokens"][:sequences],
-        **STEP,
-    )
+def k3_fused_verify(original: Original, call: Arguments) -> Any:
+    """Steps with drafts; graphs may have more rows of slots than sequences."""
+    offsets, slots = call["query_start_loc"], call["state_indices"]
+    spec, sequences = slots.shape[-1] - 1, offsets.shape[0] - 1
+    drafts = {"num_spec_tokens": spec, "num_accepted_tokens": call["num_accepted_tokens"][:sequences]}
+    where = {"state_indices": slots[:sequences], "cu_seqlens": offsets, "output": call.get("output")}
+    o = fused(call, "raw_gate", spec, **where, **drafts)
+    return original(**call) if o is None else o
 
 
 # ---- GLM-5.3-Flash ---------------------------------------------------------------------------------------------------
 
 
-def glm_prefill(original: Original, call: Arguments) -> tuple[Tensor, Any]:
-    options = gate(call, "A_log", "g_bias") | norm(call)
-    options["lower_bound"] = call["lower_bound"] if call["safe_gate"] else None
-    o = prefill(call, "raw_g", "beta", False, options)
-    return original(**gathered(call)) if o is None else (o, call["initial_state"])
+@or_original
+def glm_prefill(call: Arguments) -> Tensor | None:
+    bound = call["lower_bound"] if call["safe_gate"] else None
+    return prefill(call, "raw_g", "beta", False, gate(call, "A_log", "g_bias") | norm(call) | {"lower_bound": bound})
 
 
-def glm_flash_prefill(original: Original, call: Arguments) -> tuple[Tensor, Any]:
+@or_original
+def glm_flash_prefill(call: Arguments) -> Tensor | None:
     """In place of FlashKDA. Checkpoints go straight to their slots: only their convolution's inputs are left to store."""
-    layer, checkpoint, states = call["self"], call.get("checkpoint"), call["initial_state"]
+    layer, checkpoint = call["self"], call.get("checkpoint")
     options = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "lower_bound": layer.kda_lower_bound}
     if checkpoint is not None:
         options |= {"checkpoint_offsets": checkpoint.checkpoint_offsets, "checkpoint_indices": checkpoint.state_indices}
     o = prefill(call, "g", "beta", True, options | {"use_gate_in_kernel": True})
-    if o is None:
-        return original(**gathered(call))
-    if checkpoint is not None:
+    if o is not None and checkpoint is not None:
         named = {name: call[name] for name in ("raw_qkv", "conv_state", "cu_seqlens")}
         layer._checkpoint_exporter.export(checkpoint, **named)
-    return o, states
+    return o
 
 
-def glm_step(original: Original, call: Arguments) -> tuple[Tensor, Tensor]:
+@or_original
+def glm_step(call: Arguments) -> Tensor | None:
     options = gate(call, "a_log", "g_bias") if call["compute_gate"] else {}
-    o = step(call, "g", "beta", bool(call["sigmoid_beta"]), options | norm(call))
-    return original(**call) if o is None else (o, call["initial_state"])
+    return step(call, "g", "beta", bool(call["sigmoid_beta"]), options | norm(call))
 
 
-# ---- Ling-3 ----------------------------------------------------------------------------------------------------------
+# ---- Ling-3, whose gate is applied before the call ---------------------------------------------------------------------
 
 
-def ling_prefill(original: Original, call: Arguments) -> tuple[Tensor, Any]:
-    """Its gate is applied before the call."""
+@or_original
+def ling_prefill(call: Arguments) -> Tensor | None:
     safe = {"safe_gate": is_safe(call.get("safe_gate"), call.get("lower_bound"))}
-    o = prefill(call, "g", "beta", False, safe | norm(call))
-    return original(**gathered(call)) if o is None else (o, call["initial_state"])
+    return prefill(call, "g", "beta", False, safe | norm(call))
 
 
 def is_safe(safe_gate: bool | None, lower_bound: float | None) -> bool:
-    """Whether no decay is below what `chunk_kda` takes a promise for."""
+    """Tells whether no decay is below what `chunk_kda` takes a promise for."""
     return bool(safe_gate) and lower_bound is not None and lower_bound >= -5.0
 
 
-def ling_decode(original: Original, call: Arguments) -> tuple[Tensor, Any]:
-    o = step(call, "g", "beta", False, norm(call))
-    return original(**gathered(call)) if o is None else (o, call["initial_state"])
+@or_original
+def ling_decode(call: Arguments) -> Tensor | None:
+    return step(call, "g", "beta", False, norm(call))
 
 
-def ling_verify(original: Original, call: Arguments) -> tuple[Tensor, Any]:
-    o = step(call, "g", "beta", False, norm(call))
-    return original(**gathered(call)) if o is None else (o, call["initial_state"])
+@or_original
+def ling_verify(call: Arguments) -> Tensor | None:
+    return step(call, "g", "beta", False, norm(call))
 
 
 # ---- kernels of a layer ----------------------------------------------------------------------------------------------
@@ -557,7 +546,7 @@ def forward(original: Original, call: Arguments) -> None:
 
 
 def built(original: Original, call: Arguments) -> None:
-    """Of Kimi-Linear and Kimi-K3, with a buffer for checkpoints where FlashKDA would run."""
+    """Warms Kimi-Linear and Kimi-K3, with a buffer for checkpoints where FlashKDA would run."""
     original(**call)
     layer, bound = call["self"], call["self"].gate_lower_bound
     marks = {"checkpoint_states": (False, True)} if getattr(layer, "_checkpoint_exporter", None) is not None else {}
@@ -588,7 +577,7 @@ def built_k3(original: Original, call: Arguments) -> None:
 
 
 def built_glm(original: Original, call: Arguments) -> None:
-    """Where FlashKDA would not run, prefills get beta ready-made."""
+    """Warms GLM: where FlashKDA would not run, prefills get beta ready-made."""
     original(**call)
     layer = call["self"]
     ready = {"beta_dtype": torch.float32, "use_beta_sigmoid_in_kernel": False}
@@ -597,7 +586,7 @@ def built_glm(original: Original, call: Arguments) -> None:
 
 
 def built_ling(original: Original, call: Arguments) -> None:
-    """Its gate and beta come ready-made."""
+    """Warms Ling-3, whose gate and beta come ready-made."""
     original(**call)
     layer, wide = call["self"], torch.float32
     gate = {
