@@ -101,16 +101,19 @@ def warmup(
     """
     kind = _kind(op)
     device = find_device(device)
-    dtypes = Dtypes(
-        dtype=dtype,
-        g_dtype=g_dtype or dtype,
-        beta_dtype=beta_dtype or dtype,
-        state_dtype=state_dtype,
-        checkpoint_dtype=checkpoint_dtype or state_dtype,
-        weight_dtype=weight_dtype or dtype,
-        cu_seqlens_dtype=cu_seqlens_dtype,
-        state_indices_dtype=state_indices_dtype,
-    )
+    dtypes = {
+        "dtype": dtype,
+        "g_dtype": g_dtype or dtype,
+        "beta_dtype": beta_dtype or dtype,
+        "state_dtype": state_dtype,
+        "checkpoint_dtype": checkpoint_dtype or state_dtype,
+        "weight_dtype": weight_dtype or dtype,
+        "cu_seqlens_dtype": cu_seqlens_dtype,
+        "state_indices_dtype": state_indices_dtype,
+    }
+    for name, x in dtypes.items():
+        if not isinstance(x, torch.dtype):
+            raise mistyped(name, x, "a torch.dtype")
     gated = gate in PARAMETRIC_GATES
     calls = Calls(kind, dtypes, state_v_first, A_log=gated, dt_bias=gated and dt_bias, taps=conv_size)
     flags = _values(_is_flag, "the values it may take, such as (False, True)")
@@ -155,25 +158,6 @@ def _compile(op: Callable, call: dict[str, Any], device: torch.device) -> None:
 
 def _commit() -> Callable:
     return next(function for function, call in CALLS.items() if call.operation.name == "commit")
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The dtypes of a call's tensors."""
-
-    dtype: torch.dtype
-    g_dtype: torch.dtype
-    beta_dtype: torch.dtype
-    state_dtype: torch.dtype
-    checkpoint_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    cu_seqlens_dtype: torch.dtype
-    state_indices_dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        for name, x in vars(self).items():
-            if not isinstance(x, torch.dtype):
-                raise mistyped(name, x, "a torch.dtype")
 
 
 def _kind(op: Callable) -> str:
@@ -221,7 +205,7 @@ class Calls:
     """Calls of one operator, by tensors without memory."""
 
     kind: str
-    dtypes: Dtypes
+    dtypes: dict[str, torch.dtype]
     v_first: bool
     A_log: bool
     dt_bias: bool
@@ -234,18 +218,18 @@ class Calls:
         for N, T, H in self.sizes(packed, drafts):
             B, length = (1, N * T) if packed else (N, T)
             parameters = {"A_log": make(H) if self.A_log else None, "dt_bias": make(H, K) if self.dt_bias else None}
-            call = parameters | {"cu_seqlens": make(N + 1, dtype=self.dtypes.cu_seqlens_dtype) if packed else None}
-            state = make(N, H, *((V, K) if self.v_first else (K, V)), dtype=self.dtypes.state_dtype)
+            call = parameters | {"cu_seqlens": make(N + 1, dtype=self.dtypes["cu_seqlens_dtype"]) if packed else None}
+            state = make(N, H, *((V, K) if self.v_first else (K, V)), dtype=self.dtypes["state_dtype"])
             if self.kind == "fused_decode":
                 yield call | self.layer(N, T, H, K, V, state) | self.steps(N, T, state, drafts, "state_indices", (K, V))
                 continue
             widths = {"q": (H, K), "k": (H, K), "v": (H, V), "g": (H, K), "beta": (H,)}
-            narrow = {"g": self.dtypes.g_dtype, "beta": self.dtypes.beta_dtype}
-            call |= {x: make(B, length, *y, dtype=narrow.get(x, self.dtypes.dtype)) for x, y in widths.items()}
+            narrow = {"g": self.dtypes["g_dtype"], "beta": self.dtypes["beta_dtype"]}
+            call |= {x: make(B, length, *y, dtype=narrow.get(x, self.dtypes["dtype"])) for x, y in widths.items()}
             if self.kind == "decode":
                 yield call | self.steps(N, T, state, drafts, "ssm_state_indices", (K, V)) | {"initial_state": state}
                 continue
-            call |= self.states(N, T, state, buffer, **way)
+            call |= self.states(N, T, state, buffer, way)
             yield call
             if self.kind == "chunk":
                 yield call | {"batch_invariant": True}
@@ -261,33 +245,22 @@ class Calls:
         return itertools.product(SEQUENCES, lengths, HEADS[1::3])
 
     def index(self, *shape: int) -> Tensor:
-        return make(*shape, dtype=self.dtypes.state_indices_dtype)
+        return make(*shape, dtype=self.dtypes["state_indices_dtype"])
 
-    def states(
-        self,
-        N: int,
-        T: int,
-        state: Tensor,
-        buffer: str,
-        pool: bool = False,
-        flags: bool = False,
-        marks: bool = False,
-        initial: bool = False,
-        final: bool = False,
-        given: bool = False,
-    ) -> dict[str, Any]:
+    def states(self, N: int, T: int, state: Tensor, buffer: str, way: dict[str, bool]) -> dict[str, Any]:
         """Arguments about the states of whole sequences. Indices of a pool are a column, as vLLM's are."""
-        column = self.index(N, 2)[:, 0] if pool and self.kind == "chunk" else self.index(N)
-        found: dict[str, Any] = {"initial_state": state if initial else None, "output_final_state": final}
-        found |= {"final_state": state} if given else {}
-        if pool:
-            found = {"state_pool": state, "state_indices": column}
-            found |= {"has_initial_state": make(N, dtype=torch.bool)} if flags else {}
-        if buffer == "offsets" or (marks and not buffer):
+        column = self.index(N, 2)[:, 0] if "pool" in way and self.kind == "chunk" else self.index(N)
+        if "pool" in way:
+            flags = {"has_initial_state": make(N, dtype=torch.bool)} if way["flags"] else {}
+            found: dict[str, Any] = {"state_pool": state, "state_indices": column, **flags}
+        else:
+            found = {"initial_state": state if way["initial"] else None, "output_final_state": way["final"]}
+            found |= {"final_state": state} if way["given"] else {}
+        if buffer == "offsets" or (way.get("marks") and not buffer):
             found |= {"checkpoint_offsets": column, "checkpoint_indices": column}
         if buffer:
             rows = N * -(-T // EVERY)
-            found["checkpoint_states"] = make(rows, *state.shape[1:], dtype=self.dtypes.checkpoint_dtype)
+            found["checkpoint_states"] = make(rows, *state.shape[1:], dtype=self.dtypes["checkpoint_dtype"])
         return found | ({"checkpoint_every": EVERY} if buffer == "regular" else {})
 
     def steps(self, N: int, T: int, state: Tensor, drafts: str, name: str, dims: tuple[int, int]) -> dict[str, Any]:
@@ -317,13 +290,13 @@ class Calls:
 
     def layer(self, N: int, T: int, H: int, K: int, V: int, state: Tensor) -> dict[str, Any]:
         """Arguments of `fused_kda_decode` besides those about states."""
-        rows, D, dtype, weight = N * T, H * (2 * K + V), self.dtypes.dtype, self.dtypes.weight_dtype
+        rows, D, dtype, weight = N * T, H * (2 * K + V), self.dtypes["dtype"], self.dtypes["weight_dtype"]
         return {
             "x": make(rows, D, dtype=dtype),
             "weight": make(D, self.taps, dtype=weight),
             "conv_state": make(N, self.taps - 2 + T, D, dtype=dtype).mT,
-            "raw_g": make(rows, H, K, dtype=self.dtypes.g_dtype),
-            "raw_beta": make(rows, H, dtype=self.dtypes.beta_dtype),
+            "raw_g": make(rows, H, K, dtype=self.dtypes["g_dtype"]),
+            "raw_beta": make(rows, H, dtype=self.dtypes["beta_dtype"]),
             "state": state,
             "output_gate": make(rows, H, V, dtype=dtype),
             "norm_weight": make(V, dtype=weight),
