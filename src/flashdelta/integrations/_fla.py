@@ -283,7 +283,7 @@ class Fla(Integration):
     differs: str | None = None
 
     def version(self) -> str | None:
-        """As installed, or what a source tree on the path says once it is imported."""
+        """Version as installed, or what a source tree on the path says once it is imported."""
         if not is_installed():
             return None
         for name in DISTRIBUTIONS:
@@ -331,7 +331,7 @@ class Fla(Integration):
             self.applied.when_imported(TRANSFORMERS, correct_question)
 
     def status(self) -> Status:
-        """Where the integration stands. Imports FLA, and turns nothing on."""
+        """Says where the integration stands. Imports FLA, and turns nothing on."""
         try:
             found = super().status()
         except Exception as error:  # FLA's own, such as a Triton that it does not run with

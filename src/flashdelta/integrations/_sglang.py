@@ -27,7 +27,7 @@ LAYOUT = {"null_index": "negative", "use_qk_l2norm_in_kernel": True, "state_v_fi
 
 
 def gate(call: Arguments) -> Arguments:
-    """The layer applies none: g is what the projection gave, or a log decay where there are no parameters."""
+    """Options of the gate, which the layer does not apply: g is what the projection gave, or a log decay without parameters."""
     if call["A_log"] is None:
         return {}
     given = {name: call[name] for name in ("A_log", "dt_bias", "lower_bound")}
@@ -35,7 +35,7 @@ def gate(call: Arguments) -> Arguments:
 
 
 def packed_decode(original: Original, call: Arguments) -> Tensor:
-    """A token a sequence, in place: `[1, B, HV, V]`."""
+    """One token per sequence, in place: `[1, B, HV, V]`."""
     mixed, states, slots = (call[name] for name in ("mixed_qkv", "ssm_states", "cache_indices"))
     if call.get("replayssm_d") is not None and call["lower_bound"] is None:
         return original(**call)
@@ -56,7 +56,7 @@ def packed_decode(original: Original, call: Arguments) -> Tensor:
 
 
 def target_verify(original: Original, call: Arguments) -> Tensor:
-    """Of chains, read-only: the state after each token goes to SGLang's buffer, whence it commits the accepted one."""
+    """Verifies chains, read-only: the state after each token goes to SGLang's buffer, whence it commits the accepted one."""
     buffer, tokens = call["intermediate_states_buffer"], call["cache_steps"]
     unknown = ("retrieve_parent_token", "replayssm_rawv", "fused_accept_state_indices")
     if buffer is None or any(call.get(name) is not None for name in unknown):
@@ -82,7 +82,7 @@ def target_verify(original: Original, call: Arguments) -> Tensor:
 
 
 def extend(original: Original, call: Arguments) -> Any:
-    """Whole sequences, from the states in the pool to those after them. The tracked states go to SGLang's snapshot."""
+    """Runs whole sequences, from the states in the pool to those after them. The tracked states go to SGLang's snapshot."""
     asked, snapshot = call["return_intermediate_states"], call.get("track_state")
     wanted = call.get("track_ssm_h_src")
     if asked and snapshot is None and (wanted is None or wanted.numel() > 0):
@@ -105,7 +105,7 @@ def extend(original: Original, call: Arguments) -> Any:
 
 
 def tracked(snapshot: Tensor, chunks: Tensor, sequences: int) -> Arguments:
-    """A state a sequence, before the chunk of that number; -1 means none, and SGLang tracks none before the first."""
+    """One state per sequence, before the chunk of that number; -1 means none, and SGLang tracks none before the first."""
     offsets = chunks[:sequences].clamp(min=0) * TRACKED
     rows = first_rows(sequences, chunks.device)
     return {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": snapshot}
@@ -115,7 +115,7 @@ def tracked(snapshot: Tensor, chunks: Tensor, sequences: int) -> Arguments:
 
 
 def built(original: Original, call: Arguments) -> None:
-    """Of the backend, once the model is loaded and its pool is there: compiles what the layers will call."""
+    """Compiles what the layers will call, once the model is loaded and the backend's pool is there."""
     original(**call)
     runner = call["model_runner"]
     states = runner.req_to_token_pool.mamba_pool.mamba_cache.temporal

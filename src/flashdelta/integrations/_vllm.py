@@ -278,7 +278,7 @@ def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments
 
 @or_original
 def k3_prefill(call: Arguments) -> Tensor | None:
-    """In place of FlashKDA, whose workspace it does not use."""
+    """Stands in for FlashKDA, whose workspace it does not use."""
     final, offsets = call["final_state"], call.get("checkpoint_offsets")
     if offsets is not None and not isinstance(final, Final):
         return None
@@ -422,7 +422,7 @@ def glm_prefill(call: Arguments) -> Tensor | None:
 
 @or_original
 def glm_flash_prefill(call: Arguments) -> Tensor | None:
-    """In place of FlashKDA. Checkpoints go straight to their slots: only their convolution's inputs are left to store."""
+    """Stands in for FlashKDA. Checkpoints go straight to their slots: only their convolution's inputs are left to store."""
     layer, checkpoint = call["self"], call.get("checkpoint")
     options = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "lower_bound": layer.kda_lower_bound}
     if checkpoint is not None:

@@ -93,7 +93,7 @@ class Integration:
         return other_vendor()
 
     def status(self) -> Status:
-        """Where the integration stands. Turns nothing on."""
+        """Says where the integration stands. Turns nothing on."""
         version = self.version()
         if version is None:
             return Status(self.name, "not installed", None, f"pip install {self.package or self.name}")

@@ -59,7 +59,7 @@ class Patch:
         if self.adapter is not None:
             patches.wrap(owner, name, functools.partial(Replacement, self.adapter, keywords=self.keywords))
         elif self.value is not None:
-            patches.add(owner, name, self.value)
+            patches.set(owner, name, self.value)
 
 
 class TensorProxy:

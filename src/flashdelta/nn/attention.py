@@ -41,7 +41,7 @@ from .heads import Share, share_of, share_of_weights
 
 GATES = ("lower_bound", "softplus", "logsigmoid")
 MAX_STEP_TOKENS = 8
-"""Up to this many tokens a sequence go through the token recurrence, more through the chunk form."""
+"""Up to this many tokens per sequence go through the token recurrence, more through the chunk form."""
 
 SLOWEST_DECAY, FASTEST_DECAY = 1e-3, 0.5
 """Decay per token (nats) of a fresh layer's key channels: memories of 2 to 1,000 tokens, spread over the logarithm."""
@@ -94,7 +94,7 @@ class KimiDeltaAttention(nn.Module):
             default.
         output_gate_bias: whether the output gate's projection has a bias, as FLA's layer has.
         norm_eps: epsilon of the output RMSNorm.
-        chunk_size: tokens a chunk, 32 or 64.
+        chunk_size: tokens per chunk, 32 or 64.
         backend: what `flashdelta.chunk_kda` takes: `"auto"` or a backend's name.
 
     `A_log [HV]` and `dt_bias [HV * K]` stay float32 when the layer is cast: a rounded rate would compound over every
@@ -317,7 +317,7 @@ class KimiDeltaAttention(nn.Module):
 
     @torch.no_grad()
     def explain(self, batch: int, tokens: int) -> Explanation:
-        """Which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
+        """Says which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
         own = self.conv_weight
         x = torch.zeros(batch, tokens, self.hidden_size, dtype=own.dtype, device=own.device)
         share, p = self._projected(x)

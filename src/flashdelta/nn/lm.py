@@ -29,10 +29,10 @@ _TOKENS = {character: token for token, character in enumerate(VOCABULARY)}
 _CONFIG_KEY = "flashdelta.language_model"
 
 Caches = tuple[KdaCache, ...]
-"""One `KdaCache` a layer."""
+"""One `KdaCache` per layer."""
 
 Pools = tuple[KdaPool, ...]
-"""One `KdaPool` a layer."""
+"""One `KdaPool` per layer."""
 
 
 def encode(text: str, name: str = "text") -> Tensor:
@@ -172,7 +172,7 @@ class KdaLanguageModel(nn.Module):
             `(logits [B, T, len(VOCABULARY)], caches or None)`, the logits in the model's dtype.
 
         Raises:
-            ValueError: `tokens` that are not `[B, T]`, or not one cache a layer.
+            ValueError: `tokens` that are not `[B, T]`, or not one cache per layer.
         """
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise wrong("tokens", f"shape {list(tokens.shape)}", "[B, T] with T >= 1")
@@ -197,7 +197,7 @@ class KdaLanguageModel(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Writes on, a token a step, without end.
+        """Writes on, one token per step, without end.
 
         Args:
             logits: `[B, len(VOCABULARY)]` after the last token so far.

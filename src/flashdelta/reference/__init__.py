@@ -20,18 +20,6 @@ from .recurrent import recurrent_kda
 from .states import without_null, writing
 from .wy import chunk_bwd_wy_dqkg
 
-__all__ = [
-    "chunk_bwd_wy_dqkg",
-    "chunk_kda",
-    "commit",
-    "decode_kda",
-    "fused_kda_decode",
-    "gated_rms_norm",
-    "prefill",
-    "recurrent_kda",
-    "short_convolution",
-]
-
 
 class Computation:
     """A program that launches nothing: a function that computes the results. It is never recorded."""

@@ -93,7 +93,7 @@ def _initial(problem: Problem, t: Tensors, dtype: torch.dtype) -> torch.Tensor:
 def _inputs(
     x: torch.Tensor, states: torch.Tensor, begins: torch.Tensor, n: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """Of sequences `n` the inputs at these positions, `[.., D]`; those below 0 are the states'."""
+    """Inputs of sequences `n` at these positions, `[.., D]`; those below 0 are the states'."""
     first = torch.cat([begins, begins.new_zeros(1)])[n]
     at, L = (first + position).clamp(0, x.shape[0] - 1), states.shape[2]
     return torch.where((position >= 0)[:, None], x[at], states[n, :, (L + position).clamp(0, L - 1)])

@@ -50,7 +50,7 @@ def fused_kda_decode(problem: Problem, t: Tensors) -> tuple[Tensor, None, None]:
 
 
 def _sequences(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Which sequences are not null, the index of the slot of their window, and the place where that begins."""
+    """Finds which sequences are not null, the index of the slot of their window, and the place where that begins."""
     index = t.state_indices
     count = torch.ones_like(index[:, 0] if index.dim() == 2 else index)
     count = count if t.num_accepted_tokens is None else t.num_accepted_tokens

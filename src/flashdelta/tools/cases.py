@@ -47,7 +47,7 @@ class Case:
 
     @property
     def is_long(self) -> bool:
-        """Whether `flashdelta verify --quick` leaves the case out."""
+        """Tells whether `flashdelta verify --quick` leaves the case out."""
         return self.T > 1000 or self.K == 256
 
 

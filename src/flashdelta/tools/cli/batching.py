@@ -121,7 +121,7 @@ class Batch:
         return ()
 
     def _sampled(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """A token a row: the likeliest, or the first of exponential clocks, which is a draw from the softmax."""
+        """One token per row: the likeliest, or the first of exponential clocks, which is a draw from the softmax."""
         if self.temperature == 0:
             return logits.argmax(-1)
         return (torch.softmax(logits.float() / self.temperature, dim=-1) / noise).argmax(-1)

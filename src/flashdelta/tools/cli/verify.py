@@ -97,7 +97,7 @@ def outcome(
 
 
 def _error(case: Case, x: Tensor, want: Tensor) -> float:
-    """Where a sequence is all NaN, of the others."""
+    """Error of a result; where a sequence is all NaN, of the others."""
     others = ~want.isnan() if case.hard == "nan" else slice(None)
     return relative_error(x[others], want[others])
 
