@@ -245,8 +245,8 @@ class KimiDeltaAttention(nn.Module):
         """
         if attention_mask is not None:
             others = {"cu_seqlens": cu_seqlens, "cp_context": cp_context}
-            where = {"pool": pool, "slots": slots, "has_initial_state": has_initial_state, "null_index": null_index}
-            return self._masked(x, attention_mask, others, cache=cache, return_cache=return_cache, **where)
+            own = {"pool": pool, "slots": slots, "has_initial_state": has_initial_state, "null_index": null_index}
+            return self._masked(x, attention_mask, others, cache=cache, return_cache=return_cache, **own)
         with broadcast_errors(cp_context):
             self._check_inputs(x, cache, cu_seqlens)
             context = None

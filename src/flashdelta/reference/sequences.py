@@ -41,8 +41,8 @@ class ChunkSlots:
 
 
 def offsets_of(problem: Problem, t: Tensors) -> torch.Tensor:
-    """Offsets where each sequence begins and the last one ends, `[N + 1]`, in tokens of all batch rows one after another. Clamped
-    to the tensors, so that bad offsets can't read outside them."""
+    """Offsets where each sequence begins and the last one ends, `[N + 1]`, in tokens of all batch rows one after another.
+    Clamped to the tensors, so that bad offsets can't read outside them."""
     if t.cu_seqlens is None:
         return torch.arange(problem.N + 1, device=t.device) * problem.T
     return t.cu_seqlens.long().clamp(0, problem.T)

@@ -51,7 +51,7 @@ class Differentiable:
         return True
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
-        """Runs a call of tensors as the caller passed them. `addresses` are for a `Recording`, whose place in the cache this has."""
+        """Runs a call of tensors as the caller passed them. `addresses` are a `Recording`'s, whose place this has."""
         return self.apply(*[tensors[i] for i in self.places])
 
     def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:
