@@ -402,7 +402,7 @@ def fused(call: Arguments, g: str, spec: int, **options: Any) -> Tensor | None:
     gated = call.get("output_gate") is not None and call.get("norm_weight") is not None
     if not gated or (*call[g].shape[-2:], call["weight"].shape[1], *dtypes, spec) not in _fused:
         return None
-    same = {name: call[name] for name in SAME if name in call}
+    same = {name: call[name] for name in (*SAME, *GATED) if name in call}
     return fused_kda_decode(**same, raw_g=call[g], **options, null_index="non_positive", backend=KERNEL)
 
 
