@@ -379,20 +379,8 @@ def null_step(
     return step
 
 
-SAME = [
-    "x",
-    "weight",
-    "bias",
-    "conv_state",
-    "raw_beta",
-    "A_log",
-    "dt_bias",
-    "state",
-    "output_gate",
-    "norm_weight",
-    "norm_eps",
-    "lower_bound",
-]
+SAME = ("x", "weight", "bias", "conv_state", "raw_beta", "A_log", "dt_bias", "state")
+GATED = ("output_gate", "norm_weight", "norm_eps", "lower_bound")
 
 
 def fused(call: Arguments, g: str, spec: int, **options: Any) -> Tensor | None:
