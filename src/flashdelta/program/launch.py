@@ -21,12 +21,12 @@ _target = contextvars.ContextVar[torch.device | None]("_target", default=None)
 @contextlib.contextmanager
 def compiling_for(device: torch.device) -> Iterator[None]:
     """Builds launches of tensors without memory, on the meta device, as for this GPU, which is made the current one."""
-    token = _target.set(device)
-    try:
-        with torch.cuda.device(device):
+    with torch.cuda.device(device):
+        token = _target.set(torch.device("cuda", torch.cuda.current_device()))
+        try:
             yield
-    finally:
-        _target.reset(token)
+        finally:
+            _target.reset(token)
 
 
 def capability(device: torch.device) -> int:
