@@ -341,12 +341,12 @@ class KimiDeltaAttention(nn.Module):
         """A forward of the tokens that the mask leaves, packed."""
         self._check_inputs(x, options["cache"], None)
         if not isinstance(mask, Tensor):
-            raise mistyped("attention_mask", mask, "a torch.Tensor")
+            raise TypeError(f"attention_mask must be a torch.Tensor; got {type(mask).__name__}")
         if mask.is_floating_point() or mask.is_complex():
             raise TypeError(f"attention_mask must be bool or an integer, zero for padding; got {mask.dtype}")
         B, T, _ = x.shape
         if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
-            raise wrong("attention_mask", f"shape {list(mask.shape)}", f"[B, >= T] = [{B}, >= {T}]")
+            raise ValueError(f"attention_mask must be [B, >= T] = [{B}, >= {T}]; got shape {list(mask.shape)}")
         _check_alone("attention_mask", others, "sequences that are packed have no padding")
         mask = mask[:, mask.shape[1] - T :] != 0
         (rows,) = mask.flatten().nonzero(as_tuple=True)
@@ -507,7 +507,7 @@ def _check_one_of(allowed: Sequence[object], **values: object) -> None:
 def _check_alone(name: str, others: dict[str, object], why: str = "") -> None:
     given = next((other for other, value in others.items() if value is not None), None)
     if given is not None:
-        raise ValueError(f"{name} must come without {given}{why and f' ({why})'}; got both")
+        raise ValueError(f"{name} must come alone{why and f': {why}'}; got {given} too")
 
 
 def _check_shapes(name: str, found: KdaCache | KdaPool, wanted: dict[str, tuple[int, ...]]) -> None:
