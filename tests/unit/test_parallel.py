@@ -504,7 +504,7 @@ REFUSED = {
     "update_last": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens: got last offset 65"),
     "layer_shape": (lambda c: in_layer(c, tokens=31), "x: got shape [1, 31"),
     "layer_dtype": (lambda c: in_layer(c, dtype=torch.float64), "dtype"),
-    "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache: got one with cp_context"),
+    "layer_cache": (lambda c: in_layer(c, return_cache=True), "cp_context must come alone; got return_cache"),
     "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
     "layer_slots": (lambda c: in_layer(c, slots=torch.tensor([0])), "pool: got NoneType"),
     # its halo has passed the checks on all ranks then
