@@ -347,7 +347,8 @@ class KimiDeltaAttention(nn.Module):
         B, T, _ = x.shape
         if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
             raise ValueError(f"attention_mask must be [B, >= T] = [{B}, >= {T}]; got shape {list(mask.shape)}")
-        _check_alone("attention_mask", others, "sequences that are packed have no padding")
+        if (given := _first_given(others)) is not None:
+            raise ValueError(f"attention_mask must come alone: sequences that are packed have no padding; got {given}")
         mask = mask[:, mask.shape[1] - T :] != 0
         (rows,) = mask.flatten().nonzero(as_tuple=True)
         offsets = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
@@ -418,11 +419,14 @@ class KimiDeltaAttention(nn.Module):
         return chunk_kda, arguments, {**options, "chunk_size": self.chunk_size}
 
     def _context(self, cp_context: Any, others: dict[str, object], x: Tensor) -> ContextParallel:
-        _check_alone("cp_context", others)
+        if (given := _first_given(others)) is not None:
+            raise ValueError(f"{given} must be left out with cp_context; got one")
         context = context_of(cp_context, None, x.device)
         context.check_tokens(x)
         if context.conv_size not in (None, self.conv_size):
-            raise wrong("cp_context", f"{context.conv_size} taps", f"one for the layer's conv_size = {self.conv_size}")
+            raise wrong(
+                "cp_context", f"one for {context.conv_size} taps", f"for the layer's conv_size = {self.conv_size}"
+            )
         return context
 
     def _inputs_before(self, mixed: Tensor, context: ContextParallel) -> Tensor:
@@ -446,10 +450,11 @@ class KimiDeltaAttention(nn.Module):
         self, x: Tensor, others: dict[str, object], pool: Any, slots: Any, sequences: int, share: Share
     ) -> None:
         if not isinstance(pool, KdaPool):
-            raise mistyped("pool", pool, "a KdaPool, whose slots and flags come with it")
+            raise TypeError(f"pool must be a KdaPool, with which slots and flags come; got {type(pool).__name__}")
         if not isinstance(slots, Tensor):
             raise mistyped("slots", slots, "a torch.Tensor of slots of the pool")
-        _check_alone("pool", others)
+        if (given := _first_given(others)) is not None:
+            raise ValueError(f"pool must come without a cache; got {given}, too")
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             raise ValueError("pool must come under torch.no_grad(), as it is updated in place; got gradients")
         if tuple(slots.shape) != (sequences,):
@@ -504,10 +509,8 @@ def _check_one_of(allowed: Sequence[object], **values: object) -> None:
             raise wrong(name, repr(value), f"one of {(*allowed,)}")
 
 
-def _check_alone(name: str, others: dict[str, object], why: str = "") -> None:
-    given = next((other for other, value in others.items() if value is not None), None)
-    if given is not None:
-        raise ValueError(f"{name} must come alone{why and f': {why}'}; got {given} too")
+def _first_given(others: dict[str, object]) -> str | None:
+    return next((name for name, value in others.items() if value is not None), None)
 
 
 def _check_shapes(name: str, found: KdaCache | KdaPool, wanted: dict[str, tuple[int, ...]]) -> None:
