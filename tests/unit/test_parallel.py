@@ -506,7 +506,7 @@ REFUSED = {
     "layer_dtype": (lambda c: in_layer(c, dtype=torch.float64), "dtype"),
     "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache must be left out with cp_context; got one"),
     "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
-    "layer_slots": (lambda c: in_layer(c, slots=torch.tensor([0])), "pool must be a KdaPool, with which slots and flags come; got NoneType"),
+    "layer_slots": (lambda c: in_layer(c, slots=torch.tensor([0])), "pool must be a KdaPool"),
     # its halo has passed the checks on all ranks then
     "layer_between_exchanges": (lambda c: in_layer(c, backend="triton"), "backend: got 'triton'"),
     "fla_halo": (of_fla(pre_num_conv_tokens=None), "context: got one without pre_num_conv_tokens"),
