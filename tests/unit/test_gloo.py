@@ -243,7 +243,9 @@ def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
 def test_all_ranks_hear_what_one_refuses_where_values_are_checked(found: list[dict]):
     width = "context: got another call on rank 1 than on rank 0"
     for rank, said in enumerate(x["refused"] for x in found):
-        cache = "return_cache: got one with" if rank == 1 else "context: got a call that rank 1 refuses"
+        cache = (
+            "return_cache must be left out with cp_context" if rank == 1 else "context: got a call that rank 1 refuses"
+        )
         assert said[0].startswith(width) and said[1].startswith(cache), said
 
 
