@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.triton import decode
+from flashdelta.kernels.triton import decode
 
 from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import BY_NAME, STEPS, Step
