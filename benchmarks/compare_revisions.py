@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from flashdelta.tools.environment import environment
-from flashdelta.tools.files import save_json
 from tests.support.cases import BF16, Case
 from tests.support.decoding import make_step
 from tests.support.inputs import make_call
@@ -35,6 +34,7 @@ from tests.support.prefills import prefill_call
 from tests.support.wy import WyCase, make_wy
 
 from . import timing
+from .files import save_json
 from .gate import LEAVES, errors
 from .timing import Timer, peak_above
 from .workloads import PREFILL, UNBOUNDED, decode_row, model

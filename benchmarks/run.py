@@ -26,9 +26,9 @@ from torch import Tensor
 from flashdelta import backends
 from flashdelta.tools.devices import capture, default_device, synchronize
 from flashdelta.tools.environment import environment
-from flashdelta.tools.files import require_writable, save_json
 
 from . import contenders, timing
+from .files import require_writable, save_json
 from .gate import PEER_TOLERANCE, Errors, Results, fault, second_result
 from .workloads import Row
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from flashdelta.tools.files import whole_file
-
+from .files import whole_file
 from .run import RESULTS, ROOT, load
 
 MARKED = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n\n).*?(\n\n<!-- end of table -->)", re.DOTALL)

@@ -184,7 +184,7 @@ MUTANTS: list[Row] = [
     ("parallel/border.py", "some & (begin < low)", "some & (begin <= low)", "unit/test_parallel.py"),
     ("parallel/halo.py", "+= grads[r][:, start:stop]", "= grads[r][:, start:stop]", "unit/test_parallel.py"),
     # ---- layer, reference, integrations, export
-    ("nn/attention.py", "o = torch.where(covered[:, None, None], o, 0.0)", "pass",
+    ("nn/attention.py", "return torch.where(covered[:, None, None], o, 0.0)", "return o",
      "gluon/test_layer.py::test_rows_of_no_sequence_leave_gradients_alone"),
     ("nn/attention.py", "return x.to(applied.device) if is_gate and", "return x if False and", "unit/test_nn.py"),
     ("nn/attention.py", "cu_seqlens is None and has_initial_state is None and fits", "cu_seqlens is None and fits",

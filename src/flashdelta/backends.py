@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .problem.problem import Problem, Tensors
-from .problem.split import NO_COSTS, planned_parts
+from .problem.split import planned_parts
 
 T = TypeVar("T")
 
@@ -312,7 +312,7 @@ class ReferenceBackend(Backend):
         return build(problem, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
-        return planned_parts(problem, chunks, 1, NO_COSTS)
+        return torch.ones_like(chunks)
 
 
 BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())

@@ -61,10 +61,10 @@ class Served:
         shapes = ((1, 200, H, D), *[(4, H, D, D)] * 3)
         manager = SimpleNamespace(get_simultaneous=lambda *specs: [torch.full(x, torch.nan) for x in shapes])
         theirs = {"current_workspace_manager": lambda: manager}
-        self.functions = adapted(_vllm.SEAMS, (self.module, _vllm.KIMI_KERNELS), theirs)
+        self.functions = adapted(_vllm.PATCHES, (self.module, _vllm.KIMI_KERNELS), theirs)
         contents = self.globals() | {x: y for x, y in self.functions.items() if not x.startswith("__")}
         kernels = ModuleType(_vllm.KIMI_KERNELS)
-        vars(kernels).update(adapted(_vllm.SEAMS, (_vllm.KIMI_KERNELS,)))
+        vars(kernels).update(adapted(_vllm.PATCHES, (_vllm.KIMI_KERNELS,)))
         monkeypatch.setitem(sys.modules, _vllm.KIMI_KERNELS, kernels)
         exec(compile(ast.Module([node], []), self.module, "exec"), contents)
         self.forward: Callable[..., None] = contents["_forward"]
@@ -91,7 +91,7 @@ class Served:
             "rearrange": rearrange,
             "current_platform": SimpleNamespace(is_rocm=lambda: False),
             "is_conv_state_dim_first": lambda: True,
-            "ops": SimpleNamespace(**adapted(_vllm.SEAMS, (_vllm.OPS,))),
+            "ops": SimpleNamespace(**adapted(_vllm.PATCHES, (_vllm.OPS,))),
             "causal_conv1d_fn": convolved,
             "causal_conv1d_update": convolved,
             "get_forward_context": lambda: SimpleNamespace(attn_metadata={"layer": self.metadata}),
@@ -301,7 +301,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, capability: int) -> dict[str, Calla
     nodes = [next(source.definitions(_vllm.KIMI_K3, name)) for name in (*names, *chosen)]
     exec(compile(ast.Module(nodes, []), _vllm.KIMI_K3, "exec"), contents)
     monkeypatch.setattr(_vllm, "accelerator", lambda: torch.device("cpu"))
-    found = adapted(_vllm.SEAMS, (_vllm.KIMI_K3,), {name: contents[name] for name in chosen})
+    found = adapted(_vllm.PATCHES, (_vllm.KIMI_K3,), {name: contents[name] for name in chosen})
     return {name: found[name] for name in chosen}
 
 

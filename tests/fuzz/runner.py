@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.files import save_json
 from flashdelta.problem import device_checks
 from flashdelta.tools.environment import environment
-from flashdelta.tools.files import save_json
 
 from . import modes, mutate
 from .draw import draw_spec

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashdelta import chunk_kda, fused_kda_decode
 from flashdelta.integrations import _sglang, _vllm
-from flashdelta.integrations.seams import AnySeam, Replacement, Seam
+from flashdelta.integrations.seams import Patch, Replacement
 
 from .cases import BF16, FP32
 from .inputs import Source
@@ -170,13 +170,13 @@ def own(**named: Any) -> Any:
     raise AssertionError("the call stayed the engine's")
 
 
-def replacement(seam: Seam, theirs: Callable[..., Any]) -> Replacement:
+def replacement(seam: Patch, theirs: Callable[..., Any]) -> Replacement:
     return Replacement(seam.adapter, signed(theirs, SIGNATURES.get(seam.adapter, "")), seam.keywords)
 
 
-def adapted(seams: Sequence[AnySeam], modules: Sequence[str], theirs: Functions | None = None) -> Functions:
+def adapted(seams: Sequence[Patch], modules: Sequence[str], theirs: Functions | None = None) -> Functions:
     """The functions of an integration in place of the engine's, by name."""
-    ours = [x for x in seams if isinstance(x, Seam) and x.module in modules and x.adapter is not None]
+    ours = [x for x in seams if x.module in modules and x.adapter is not None]
     names = {x.name.split(".")[-1]: x for x in ours}
     return {name: replacement(seam, (theirs or {}).get(name, own)) for name, seam in names.items()}
 
@@ -202,7 +202,7 @@ class KimiLinear:
         """Of a tensor, memory for outputs like it."""
 
     def adapted(self, theirs: Functions | None) -> Functions:
-        return adapted(_vllm.SEAMS, self.modules, theirs)
+        return adapted(_vllm.PATCHES, self.modules, theirs)
 
     @property
     def gate(self) -> dict[str, Any]:
@@ -391,7 +391,7 @@ class K3Step:
         self.norm = (1 + model.source.normal(model.D) / 10).to(model.dtype)
         # as vLLM keeps them for fused steps
         self.parts, self.wide_norm = self.filters.view(3, -1, 4).mT.contiguous(), self.norm.float()
-        self.call = SimpleNamespace(**adapted(_vllm.SEAMS, (_vllm.KIMI_K3, _vllm.OPS), UNFUSED))
+        self.call = SimpleNamespace(**adapted(_vllm.PATCHES, (_vllm.KIMI_K3, _vllm.OPS), UNFUSED))
 
     def windows(self, slots: int) -> Tensor:
         """`[slots, channels, places]`, full of numbers."""
@@ -501,7 +501,7 @@ class SGLang(KimiLinear):
     """Whether a prefill is one of a captured graph, with more tokens and sequences than there are."""
 
     def adapted(self, theirs: Functions | None) -> Functions:
-        return adapted(_sglang.SEAMS, self.modules, theirs)
+        return adapted(_sglang.PATCHES, self.modules, theirs)
 
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
         index, offsets, tokens = self.model.index, batch.offsets, batch.rows.shape[0]

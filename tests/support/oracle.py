@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta import reference
 from flashdelta.runtime.call import check
 
+from . import rounding
 from .cases import Case
 from .inputs import sequence_calls
 
@@ -28,7 +28,7 @@ FEW_TOKENS, TOLERANCE_FOR_FEW = 8, 1e-2
 
 ILL_CONDITIONED = 5
 """How many times as much rounding costs in the ill-conditioned cases: of operands to bfloat16 2.0e-2 instead of 3.7e-3
-(`reference.rounding_error`). In float32 what is left depends on the order of a matrix product's sums, so on the processor."""
+(`rounding_error`). In float32 what is left depends on the order of a matrix product's sums, so on the processor."""
 
 ROW_FACTOR = 10
 """How many tolerances the worst row may be off: rounding spreads evenly, a wrong row is off by its own size."""
@@ -171,8 +171,8 @@ def tolerance_of(call: dict) -> float:
 
 
 def rounding_error(call: dict) -> tuple[float, float]:
-    """`flashdelta.reference.rounding_error` of a `chunk_kda` call that is not packed."""
-    return reference.rounding_error(*check(fd.chunk_kda, **call))
+    """`rounding.rounding_error` of a `chunk_kda` call that is not packed."""
+    return rounding.rounding_error(*check(fd.chunk_kda, **call))
 
 
 def covered_tokens(call: dict) -> slice:

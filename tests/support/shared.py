@@ -10,7 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from flashdelta.tools.files import whole_file
+from benchmarks.files import whole_file
 
 T = TypeVar("T")
 

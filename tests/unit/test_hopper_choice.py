@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.backends import build_hopper as build
 from flashdelta.kernels.hopper.segments import may_try, split_layout
+from flashdelta.program import launch
+from flashdelta.program.launch import Launch
+from flashdelta.runtime import warmup
 from flashdelta.runtime.call import check
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
@@ -194,3 +199,39 @@ def test_rows_of_a_batch_may_be_any_distance_apart():
 def test_what_a_batch_must_not_decide_is_not_tried(options: dict):
     problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=12, HV=12, T=8192, lengths=(8192,))) | options)
     assert not may_try(problem) and "forgets" not in split_layout(problem, t.device)
+
+
+WARMED = [
+    (fd.chunk_kda, {"head_dims": [(128, 128), (64, 128), (32, 32)], "has_initial_state": (True,)}),
+    (
+        fd.chunk_kda,
+        {"packed": (True,), "state_pool": (True,), "checkpoint_states": (True,), "gate": "none", "lower_bound": None},
+    ),
+    (fd.fused_recurrent_kda, {"state_v_first": True, "state_dtype": BF16}),
+    *((fd.recurrent_kda, {"speculative": True, "state_v_first": True, "state_dtype": x}) for x in (BF16, FP32)),
+    (fd.fused_kda_decode, {"speculative": True, "state_v_first": True}),
+]
+OTHER_SIZES = {"HEADS": (2, 17, 64), "SEQUENCES": (3, 7, 100), "LENGTHS": (1, 64, 5000), "DRAFTS": (3, 5, 9, 17)}
+
+
+@pytest.mark.parametrize(("capability", "sms"), [((9, 0), 132), ((9, 0), 78), ((8, 0), 108)])
+@pytest.mark.parametrize(("op", "options"), WARMED)
+def test_warmup_compiles_what_calls_of_other_sizes_launch(
+    op, options: dict, capability: tuple[int, int], sms: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As for a GPU that is not there: launches are made, and nothing is compiled."""
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=sms)
+    compiled: set[tuple] = set()
+    has_capability(monkeypatch, capability)
+    monkeypatch.setattr(warmup, "find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(launch, "_properties", lambda device: gpu if device is not None else None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(Launch, "compile", lambda self: compiled.add(self._key(0)) if self.ctas > 0 else None)
+    assert fd.warmup(op, **options) > 0
+    before = {*compiled}
+    assert len(before) > 2
+    for name, sizes in OTHER_SIZES.items():
+        monkeypatch.setattr(warmup, name, sizes)
+    fd.warmup(op, **options)
+    assert compiled == before

@@ -279,13 +279,19 @@ def test_a_graph_that_is_compiled_is_not_exported(monkeypatch: pytest.MonkeyPatc
     assert hub_kernels.is_torchdynamo_exporting is theirs
 
 
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the integration find FLA anew."""
+    state = {"registered": False, "enabled": False, "warned": False, "applied": Patches(), "differs": None}
+    for name, value in state.items():
+        monkeypatch.setattr(_fla.FLA, name, value)
+
+
 def test_without_dispatch_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch):
     import fla.backends
 
     _fla.disable()
     monkeypatch.setattr(fla.backends, "_DISPATCH_DISABLED", True)
-    fresh = dict(vars(_fla._State)) | {"registered": False, "enabled": False}
-    monkeypatch.setattr(_fla, "_State", type("_State", (), fresh))
+    fresh(monkeypatch)
     with pytest.warns(UserWarning, match=_fla.DISPATCH_OFF):
         _fla.enable()
     assert integrations.status("fla").state == "off" and not _fla.is_on()
@@ -305,8 +311,7 @@ def test_another_version_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatc
     import fla.backends
     from fla.ops.kda import chunk
 
-    fresh = {"registered": False, "enabled": False, "patches": Patches()}
-    monkeypatch.setattr(_fla, "_State", type("_State", (), dict(vars(_fla._State)) | fresh))
+    fresh(monkeypatch)
     source, what = OTHER_VERSIONS[name]
     found: dict[str, Any] = {}
     exec(source or "", found)
@@ -334,8 +339,8 @@ def test_transformers_stands_where_fla_does(monkeypatch: pytest.MonkeyPatch):
     assert "import flashdelta.integrations.fla" in found().removeprefix("possible: ")
     monkeypatch.setattr(_fla, "is_installed", lambda: False)
     assert "not installed: pip install flash-linear-attention" in found().removeprefix("off: ")
-    monkeypatch.setattr(packing, "CONVOLUTION", "another_convolution(x)")
-    assert found().startswith("unknown version: modeling_kimi_linear lacks another")
+    monkeypatch.setitem(packing.FORWARDS, packing.KIMI, "another")
+    assert found().startswith("unknown version") and found().endswith("KimiLinearModel.forward")
 
 
 def test_importing_the_package_imports_no_framework():

@@ -142,7 +142,7 @@ BAD = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, x) for name, values in BAD.items() for x in values])
 def test_bad_layer_arguments_are_named(name: str, value: object) -> None:
-    with pytest.raises((ValueError, TypeError), match=rf"^{name}: got "):
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}\b.*got "):
         KimiDeltaAttention(48, **{"num_heads": 2, "head_dim": 32, name: value})
 
 
@@ -168,7 +168,7 @@ def test_bad_inputs_are_named(tmp_path: Path) -> None:
         ("path", lambda: load_model(tmp_path / "other.safetensors")),
         ("path", lambda: load_model(Path("absent.safetensors"))),
     ):
-        with pytest.raises((ValueError, TypeError, FileNotFoundError), match=rf"^{name}: got "):
+        with pytest.raises((ValueError, TypeError, FileNotFoundError), match=rf"^{name}\b.*got "):
             run()
 
 
@@ -255,9 +255,9 @@ def test_weights_that_are_no_layers_are_named():
     weights = export_weights(make_layer(F64), "fla")
     lacking = [{key: x for key, x in weights.items() if key != name} for name in ("q_proj.weight", "k_conv1d.weight")]
     for bad in (weights | {"q_norm.weight": torch.ones(1)}, *lacking):
-        with pytest.raises(ValueError, match=r"^weights: got "):
+        with pytest.raises(ValueError, match=r"^weights\b.*got "):
             import_weights(bad)
-    with pytest.raises(ValueError, match=r"^form: got 'jax'"):
+    with pytest.raises(ValueError, match=r"^form\b.*got 'jax'"):
         export_weights(make_layer(F64), "jax")
 
 
@@ -354,8 +354,8 @@ def test_bad_pools_are_named():
     bad = [("pool", {"pool": x}) for x in pools] + [("slots", {"slots": x}) for x in (None, [0, 1], slots[:1])]
     with torch.no_grad():
         for name, change in (*bad, ("pool", {"return_cache": True})):
-            with pytest.raises((ValueError, TypeError), match=f"^{name}: got "):
+            with pytest.raises((ValueError, TypeError), match=rf"^{name}\b.*got "):
                 layer(x, **good | change)
-    with pytest.raises(ValueError, match=r"^pool: got one with gradients, wanted torch\.no_grad"):
+    with pytest.raises(ValueError, match=r"^pool must come under torch\.no_grad"):
         layer(x, **good)
     layer.requires_grad_(False)(x, **good)

@@ -358,8 +358,7 @@ def test_warmup_calls_every_combination(op):
     calls = fd.warmup(
         op, [(32, 32), (64, 32)], dtype=FP32, packed=(False, True), initial_state=(False, True), device="cpu"
     )
-    # one token a sequence, few and many, are kinds of their own
-    assert calls == 2 * 2 * (2 if op is fd.chunk_kda else 1 + 3)
+    assert calls == 2 * 2 * 2
     assert fd.warmup(op, [(32, 64)], packed=(True,), state_v_first=True, state_dtype=BF16, device="cpu") == 2
 
 
@@ -381,8 +380,8 @@ def test_warmup_takes_the_options_of_a_call(options: dict):
 
 def test_warmup_of_recurrent_kda():
     options = {"state_v_first": False, "state_dtype": BF16, "device": "cpu"}
-    assert fd.warmup(fd.recurrent_kda, [(32, 64)], **options) == 1 + 3
-    assert fd.warmup(fd.recurrent_kda, [(32, 64)], speculative=True, **options) == (1 + 3) + (12 + 12)
+    assert fd.warmup(fd.recurrent_kda, [(32, 64)], **options) == 2
+    assert fd.warmup(fd.recurrent_kda, [(32, 64)], speculative=True, **options) == 2 * 7
 
 
 BAD_WARMUPS = {
@@ -395,7 +394,7 @@ BAD_WARMUPS = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_WARMUPS.items() for value in values])
 def test_warmup_names_what_it_cannot_vary(name: str, value: object):
-    with pytest.raises((TypeError, ValueError), match=rf"^{name}: got "):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}\b.*got "):
         fd.warmup(fd.chunk_kda, **{"head_dims": [(32, 32)], "device": "cpu", name: value})
 
 

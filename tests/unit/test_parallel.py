@@ -359,7 +359,7 @@ REFUSED = {
     "context_falling": (context_of(torch.tensor([0, 9, 8])), "cu_seqlens: got offsets that fall"),
     "context_room": (context_of(max_sequences=1), "max_sequences: got 1"),
     "update_last": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens: got last offset 65"),
-    "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache: got one with cp_context"),
+    "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache must be left out with cp_context; got one"),
     "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
     # its halo has passed the checks on all ranks then
     "layer_between_exchanges": (lambda c: in_layer(c, backend="triton"), "backend: got 'triton'"),

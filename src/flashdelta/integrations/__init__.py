@@ -16,7 +16,7 @@ State = Literal["active", "possible", "off", "not installed", "unknown version"]
 
 @dataclass(frozen=True)
 class Status:
-    """Where an integration stands. `version`: of the framework, None where there is none. `reason`: what is replaced, how to
+    """State of an integration. `version`: of the framework, None where there is none. `reason`: what is replaced, how to
     turn it on, or why it can't be."""
 
     name: str
@@ -26,7 +26,7 @@ class Status:
 
 
 def status(name: str) -> Status:
-    """Where the integration stands in this process. Imports FLA for its own and that of transformers, if it is there, and turns
-    nothing on."""
+    """Says where the integration stands in this process. Imports FLA for its own and that of transformers, if it is there, and
+    turns nothing on."""
     found: Status = import_module(f"{__name__}._{name}").status()
     return found

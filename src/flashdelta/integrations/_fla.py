@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module, metadata, util
 from types import ModuleType
 from typing import Any
@@ -23,10 +21,9 @@ import torch
 
 from .. import chunk_kda, fused_recurrent_kda, kernels
 from ..backends import KERNEL
-from ..problem import switches
 from ..runtime.call import public_call
 from . import Status, packing
-from .patches import Patches
+from .engine import Integration
 
 ENVIRONMENT = "FLA_FLASHDELTA"
 """`FLA_FLASHDELTA=0` turns the integration off. Read at every call, as FLA reads its own switches."""
@@ -47,12 +44,12 @@ PRIORITY = 2
 
 
 class Unfit(ValueError):
-    """Why FLA keeps a call, or why a call on a CPU runs nowhere."""
+    """Raised for a call that FLA keeps, or that runs nowhere on a CPU, with the reason."""
 
 
 @dataclass(eq=False)
 class Adapter:
-    """How calls of a function of FLA's become calls of ours.
+    """Translation of calls of a function of FLA's into calls of ours.
 
     `taken`: FLA's arguments that ours has, by its names. `renamed`: the same under another name. `ignored`: what only FLA's
     kernels need. `constant`: what only ours needs. An argument that is None counts as left out, and one that is in none of
@@ -65,37 +62,35 @@ class Adapter:
     renamed: Mapping[str, str] = field(default_factory=dict)
     constant: Mapping[str, Any] = field(default_factory=dict)
     refusal: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None] = lambda call, given: None
-    """Why FLA keeps a call, of our arguments and FLA's."""
+    """Says why FLA keeps a call, from our arguments and FLA's."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """FLA's that are neither None nor False, and mean the same here."""
+    defaults: Mapping[str, set[str]] = field(default_factory=dict)
+    """Defaults of FLA's, as printed, that are neither None nor False and mean the same here."""
 
     parameters: tuple[str, ...] = ()
-    """FLA's, in its order, as installed."""
+    """Names of FLA's parameters, in its order, as installed."""
 
     def read(self, function: Callable[..., Any]) -> str | None:
         """Takes over the signature of FLA's function, or says how it differs from those that were read."""
         parameters = inspect.signature(function).parameters.values()
         named = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-        strange = named.keys() - self.taken - self.ignored - self.renamed.keys() - UNTAKEN
-        other = {name for name, x in named.items() if not self.is_default(name, x)}
         if missing := REQUIRED - named.keys():
             return f"{function.__name__} lacks {', '.join(sorted(missing))}"
-        if strange or other:
-            found = (f"{name}={named[name]!r}" if name in other else name for name in sorted(strange | other))
+        left_out = {repr(x) for x in (None, False, inspect.Parameter.empty)}
+        unknown = named.keys() - self.taken - self.ignored - self.renamed.keys() - UNTAKEN
+        other = {name for name, x in named.items() if repr(x) not in self.defaults.get(name, left_out)}
+        if unknown or other:
+            found = (f"{name}={named[name]!r}" if name in other else name for name in sorted(unknown | other))
             return f"{function.__name__} has parameters {', '.join(found)}"
         self.parameters = tuple(named)
         return None
 
-    def is_default(self, name: str, x: object) -> bool:
-        """Whether FLA's default of a parameter, if there is one, means what is left out here."""
-        known = self.defaults.get(name)
-        if known is None:
-            return x is None or x is False or x is inspect.Parameter.empty
-        return type(x) is type(known) and x == known
-
     def fit(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Our arguments."""
+        """Returns our arguments.
+
+        Raises:
+            Unfit: FLA keeps the call.
+        """
         given = dict(zip(self.parameters, arguments)) | dict(named) if arguments else named
         if len(given) != len(arguments) + len(named):
             twice = sorted(named.keys() & {*self.parameters[: len(arguments)]})
@@ -123,25 +118,26 @@ class Adapter:
     def verify(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[bool, str | None]:
         """FLA's question: whether we take the call, and why not. On a CPU, where FLA has no kernels, we take every call: one
         that we refuse ends in our reason."""
+        if is_on_cpu(*arguments, *named.values()):
+            return True, None
         try:
             why = public_call(self.op).refusal(self.fit(arguments, named))
         except (Unfit, TypeError) as reason:
             why = str(reason)
-        ok = why is None or is_on_cpu(*arguments, *named.values())
-        return ok, None if ok else why
+        return why is None, why
 
 
 HOST_OFFSETS = "cu_seqlens_cpu"
 
 
 def is_on_cpu(*arguments: Any) -> bool:
-    """Whether there are tensors, and all lie there."""
+    """Tells whether there are tensors, and all lie there."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     return bool(tensors) and all(x.is_cpu for x in tensors)
 
 
 def chunk_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """What FLA itself refuses, with messages of its own."""
+    """Names what FLA itself refuses, with messages of its own."""
     state = call.get("initial_state")
     if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16:
         return "initial_state: bfloat16; FLA takes float32"
@@ -180,7 +176,7 @@ CHUNK = Adapter(
     ignored=words("use_graph max_num_seqs"),
     renamed=OLD_NAMES,
     refusal=chunk_refusal,
-    defaults={"chunk_size": 64},
+    defaults={"chunk_size": {"64"}},
 )
 RECURRENT = Adapter(
     fused_recurrent_kda,
@@ -188,7 +184,7 @@ RECURRENT = Adapter(
     ignored=words("inplace_final_state"),
     renamed=OLD_NAMES,
     refusal=recurrent_refusal,
-    defaults={"inplace_final_state": True},
+    defaults={"inplace_final_state": {"True"}},
 )
 WY = Adapter(
     kernels.chunk_bwd_wy_dqkg,
@@ -196,7 +192,7 @@ WY = Adapter(
     ignored=words("chunk_indices chunk_offsets use_graph"),
     renamed=OLD_NAMES,
     constant={"use_exp2": True},
-    defaults={"chunk_size": 64},
+    defaults={"chunk_size": {"64"}},
 )
 
 
@@ -223,7 +219,8 @@ def run_wy(*arguments: Any, **named: Any) -> Any:
 
 
 def unlike(base: Any) -> list[str]:
-    """How FLA's base class of backends differs from those that were read. A question by another name would never reach ours."""
+    """Says how FLA's base class of backends differs from those that were read. A question by another name would never reach
+    ours."""
     missing = [name for name in ("is_available", "is_enabled", "verify") if not hasattr(base, name)]
     if missing:
         return [f"BaseBackend lacks {', '.join(missing)}"]
@@ -235,7 +232,7 @@ def unlike(base: Any) -> list[str]:
 
 
 def backend_class(base: type) -> type:
-    """Our backend, derived from FLA's base class."""
+    """Returns our backend, derived from FLA's base class."""
 
     class FlashDelta(base):  # type: ignore[misc]
         """KDA by flashdelta."""
@@ -266,89 +263,114 @@ def backend_class(base: type) -> type:
 ADAPTERS = {"chunk_kda": CHUNK, "fused_recurrent_kda_fwd": RECURRENT, "chunk_kda_bwd_wy_dqkg_fused": WY}
 
 
-class _State:
-    """Of this process."""
-
-    enabled = False
-    registered = False
-    obstacle: str | None = None
-    warned: bool = False
-    patches = Patches()
-
-
-def is_enabled() -> bool:
-    """By this process, whatever the environment says."""
-    return _State.enabled
-
-
 def is_on() -> bool:
-    return _State.enabled and not is_forbidden()
+    return FLA.enabled and FLA.forbidden() is None
 
 
-def is_forbidden() -> bool:
-    return not switches.is_on(ENVIRONMENT, True)
+FUNCTIONS = (
+    ("chunk", "chunk_kda"),
+    ("fused_recurrent", "fused_recurrent_kda_fwd"),
+    ("chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
+)
+"""Files of `fla.ops.kda`, and functions in them."""
 
 
-def enable() -> None:
-    """Lets FLA's calls run on flashdelta. Where FLA is not what this was read against, warns once and does nothing.
+@dataclass(eq=False, kw_only=True)
+class Fla(Integration):
+    """FLA, whose registry gets a backend that takes no call before it is enabled. The variable is read at every call."""
 
-    Raises:
-        ImportError: FLA is not installed.
-    """
-    _prepare()
-    if _State.obstacle is not None:
-        _warn(_State.obstacle)
-    elif not _State.enabled:
-        _patch_device_context()
+    registered: bool = False
+    differs: str | None = None
+
+    def version(self) -> str | None:
+        """Version as installed, or what a source tree on the path says once it is imported."""
+        if not is_installed():
+            return None
+        for name in DISTRIBUTIONS:
+            with suppress(metadata.PackageNotFoundError):
+                return metadata.version(name)
+        return getattr(import_module("fla"), "__version__", "of unknown version")
+
+    def obstacle(self, version: str) -> str | None:
+        """Registers our backend, or says how FLA differs from what was read."""
+        if not self.registered and self.differs is None:
+            import_module("fla")
+            try:
+                self.differs = self.register()
+            except Exception as error:  # whatever another version does otherwise
+                self.differs = f"{type(error).__name__}: {error}"
+            self.registered = self.differs is None
+        return self.differs
+
+    def register(self) -> str | None:
+        functions = {name: getattr(import_module(f"fla.ops.kda.{where}"), name) for where, name in FUNCTIONS}
+        found = [difference for name, f in functions.items() if (difference := ADAPTERS[name].read(f))]
+        registry = import_module(import_module("fla.ops.kda.chunk").dispatch.__module__)
+        found += unlike(registry.BaseBackend)
+        if registry._DISPATCH_DISABLED:
+            return DISPATCH_OFF
+        if found:
+            return "; ".join(found)
+        backend = backend_class(registry.BaseBackend)
+        if hasattr(registry, "register"):
+            registry.register(functions["chunk_kda"])(backend)
+            registry.register("kda")(backend)
+        else:
+            register_by_operation(backend())
+        return None
+
+    def apply(self) -> None:
+        utils = import_module("fla.utils")
+        if getattr(getattr(utils, "custom_device_ctx", None), "__module__", None) == "fla.utils":
+            self.applied.wrap(utils, "custom_device_ctx", with_default_device)
         for name in GENERATION:
-            _State.patches.when_imported(name, _refuse_generation)
+            self.applied.when_imported(name, refuse_generation)
         if util.find_spec("transformers") is not None:
-            packing.patch(_State.patches, is_on)
-        if torch.__version__ < (2, 12) and not is_forbidden():
-            _State.patches.when_imported(TRANSFORMERS, _correct)
-        _State.enabled = True
+            packing.patch(self.applied, is_on)
+        if torch.__version__ < (2, 12) and self.forbidden() is None:
+            self.applied.when_imported(TRANSFORMERS, correct_question)
+
+    def status(self) -> Status:
+        """Says where the integration stands. Imports FLA, and turns nothing on."""
+        try:
+            found = super().status()
+        except Exception as error:  # FLA's own, such as a Triton that it does not run with
+            return Status("fla", "unknown version", self.version(), f"its import fails: {error}")
+        if found.reason == DISPATCH_OFF:
+            return replace(found, state="off")
+        reason = installed_obstacle() if found.state in ("active", "possible") else None
+        return found if reason is None else replace(found, reason=f"{found.reason}; {reason}: refused")
 
 
-def disable() -> None:
-    """Leaves every call to FLA again."""
-    _State.enabled = False
-    _State.patches.restore()
+def is_installed() -> bool:
+    """Tells whether there is a package of that name; a folder without one in it does not count."""
+    return "fla" in sys.modules or getattr(util.find_spec("fla"), "origin", None) is not None
 
 
-def _warn(difference: str) -> None:
-    """Once."""
-    if not _State.warned:
-        _State.warned = True
-        known = f"it was written for {', '.join(READ)}"
-        warnings.warn(f"flashdelta leaves all of FLA {version()} as it is ({known}): {difference}", stacklevel=3)
+def register_by_operation(backend: object) -> None:
+    """Registers it with FLA 0.5, which has one registry per operation, and asks none for `fused_recurrent_kda_fwd`."""
+    import_module("fla.ops.kda.backends").kda_registry.register(backend)
+    module = import_module("fla.ops.kda.fused_recurrent")
+    original = module.fused_recurrent_kda_fwd
+
+    def fused_recurrent_kda_fwd(*arguments: Any, **named: Any) -> Any:
+        takes = is_on() and RECURRENT.verify(arguments, named)[0]
+        return (run_recurrent if takes else original)(*arguments, **named)
+
+    setattr(module, original.__name__, fused_recurrent_kda_fwd)
 
 
-def status() -> Status:
-    """Where the integration stands. Imports FLA, and turns nothing on."""
-    if not is_installed():
-        return Status("fla", "not installed", None, "pip install flash-linear-attention")
-    try:
-        _prepare()
-    except Exception as error:  # FLA's own, such as a Triton that it does not run with
-        return Status("fla", "unknown version", version(), f"its import fails: {error}")
-    found = version()
-    if _State.obstacle is not None:
-        return Status("fla", "off" if _State.obstacle == DISPATCH_OFF else "unknown version", found, _State.obstacle)
-    if is_forbidden():
-        return Status("fla", "off", found, f"{ENVIRONMENT}={os.environ[ENVIRONMENT]}")
-    broken = _generation_obstacle()
-    note = "" if broken is None else f"; {broken}: refused"
-    if _State.enabled:
-        return Status("fla", "active", found, f"replaces {', '.join(ADAPTERS)}{note}")
-    return Status("fla", "possible", found, f"import flashdelta.integrations.fla{note}")
+def with_default_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Corrects FLA 0.5, which asks torch.cpu for the device of no index."""
+    return lambda index: nullcontext() if index is None else original(index)
 
 
 GENERATION = ("fla.models.generation_utils", "fla.models.utils")
 """Where FLA has its models' `FLAGenerationMixin`: 0.6, and 0.5."""
 
 
-def _generation_obstacle() -> str | None:
-    """Why FLA's own models can't generate with the transformers that is there."""
+def installed_obstacle() -> str | None:
+    """Says why FLA's own models can't generate with the transformers that is there."""
     for name in GENERATION:
         with suppress(ImportError):
             mixin = getattr(import_module(name), "FLAGenerationMixin", None)
@@ -358,93 +380,32 @@ def _generation_obstacle() -> str | None:
 
 
 def generation_obstacle(mixin: Any) -> str | None:
-    """Why models of FLA, whose class of generation this is, can't generate with a cache, or None: from 5.24 on, transformers
-    passes it as `cache`, where they read `past_key_values`, and every token would begin with an empty one."""
-    theirs, base = (inspect.signature(x.prepare_inputs_for_generation).parameters for x in (mixin, mixin.__mro__[1]))
-    if "cache" not in base or "cache" in theirs:
+    """Says why models of FLA, whose class of generation this is, can't generate with a cache: from 5.24 on, transformers passes
+    it as `cache`, where they read `past_key_values`, and every token would begin with an empty one."""
+    own, base = (inspect.signature(x.prepare_inputs_for_generation).parameters for x in (mixin, mixin.__mro__[1]))
+    if "cache" not in base or "cache" in own:
         return None
     version = metadata.version("transformers")
     return f"FLA's own models can't generate with a cache with transformers {version} (before 5.24 they can)"
 
 
-def _refuse_generation(module: ModuleType) -> None:
+def refuse_generation(module: ModuleType) -> None:
     """Lets FLA's models refuse what they would generate wrongly."""
     mixin = vars(module).get("FLAGenerationMixin")
     if mixin is None or mixin.__module__ != module.__name__ or (reason := generation_obstacle(mixin)) is None:
         return
-    theirs = mixin.prepare_inputs_for_generation
 
-    @functools.wraps(theirs)
-    def prepare_inputs_for_generation(*arguments: Any, **named: Any) -> Any:
-        if named.get("use_cache", True):
-            ways = "pip install 'transformers<5.24', pass use_cache=False, or use the model of transformers"
-            raise RuntimeError(f"{reason}: {ways}")
-        return theirs(*arguments, **named)
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare_inputs_for_generation(*arguments: Any, **named: Any) -> Any:
+            if named.get("use_cache", True):
+                ways = "pip install 'transformers<5.24', pass use_cache=False, or use the model of transformers"
+                raise RuntimeError(f"{reason}: {ways}")
+            return original(*arguments, **named)
 
-    _State.patches.set(mixin, theirs.__name__, prepare_inputs_for_generation)
+        return prepare_inputs_for_generation
 
-
-def is_installed() -> bool:
-    """A folder of that name without a package in it does not count."""
-    return "fla" in sys.modules or getattr(util.find_spec("fla"), "origin", None) is not None
-
-
-def version() -> str | None:
-    """As installed, or what a source tree on the path says once it is imported."""
-    for name in DISTRIBUTIONS:
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return getattr(sys.modules.get("fla"), "__version__", None)
-
-
-def _prepare() -> None:
-    """Registers our backend, which takes no call before it is enabled; or notes what is in the way."""
-    if _State.registered or _State.obstacle is not None:
-        return
-    import_module("fla")
-    try:
-        functions = {name: getattr(import_module(f"fla.ops.kda.{where}"), name) for where, name in SEAMS}
-        differences = [difference for name, f in functions.items() if (difference := ADAPTERS[name].read(f))]
-        registry = import_module(import_module("fla.ops.kda.chunk").dispatch.__module__)
-        differences += unlike(registry.BaseBackend)
-        if registry._DISPATCH_DISABLED:
-            differences = [DISPATCH_OFF]
-        if not differences:
-            _register(functions["chunk_kda"], registry)
-    except Exception as error:  # whatever another version does otherwise
-        differences = [f"{type(error).__name__}: {error}"]
-    _State.obstacle = "; ".join(differences) or None
-    _State.registered = not differences
-
-
-SEAMS = (
-    ("chunk", "chunk_kda"),
-    ("fused_recurrent", "fused_recurrent_kda_fwd"),
-    ("chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
-)
-"""Files of `fla.ops.kda`, and functions in them."""
-
-
-def _register(function: Callable[..., Any], registry: Any) -> None:
-    backend = backend_class(registry.BaseBackend)
-    if hasattr(registry, "register"):
-        registry.register(function)(backend)
-        registry.register("kda")(backend)
-    else:
-        _register_by_operation(backend())
-
-
-def _register_by_operation(backend: object) -> None:
-    """With FLA 0.5, which has one registry an operation, and asks none for `fused_recurrent_kda_fwd`."""
-    import_module("fla.ops.kda.backends").kda_registry.register(backend)
-    module = import_module("fla.ops.kda.fused_recurrent")
-    theirs = module.fused_recurrent_kda_fwd
-
-    def fused_recurrent_kda_fwd(*arguments: Any, **named: Any) -> Any:
-        takes = is_on() and RECURRENT.verify(arguments, named)[0]
-        return (run_recurrent if takes else theirs)(*arguments, **named)
-
-    setattr(module, theirs.__name__, fused_recurrent_kda_fwd)
+    FLA.applied.wrap(mixin, "prepare_inputs_for_generation", refusing)
 
 
 TRANSFORMERS = "transformers.integrations.hub_kernels"
@@ -453,20 +414,22 @@ TRANSFORMERS = "transformers.integrations.hub_kernels"
 QUESTION = "is_torchdynamo_exporting"
 
 
-def _correct(module: ModuleType) -> None:
+def correct_question(module: ModuleType) -> None:
     """Lets compiled models reach FLA's functions with PyTorch 2.11, too."""
     if QUESTION in vars(module):
-        _State.patches.set(module, QUESTION, is_exporting)
+        FLA.applied.set(module, QUESTION, is_exporting)
 
 
 def is_exporting() -> bool:
-    """As `torch.compiler.is_exporting`, which PyTorch 2.11 answers with True whenever it compiles (pytorch/pytorch#176347)."""
+    """Answers as `torch.compiler.is_exporting`; PyTorch 2.11 says True whenever it compiles (pytorch/pytorch#176347)."""
     return torch.compiler._is_exporting_flag
 
 
-def _patch_device_context() -> None:
-    """FLA 0.5 asks torch.cpu for the device of no index."""
-    utils = import_module("fla.utils")
-    theirs = getattr(utils, "custom_device_ctx", None)
-    if theirs is not None and theirs.__module__ == "fla.utils":
-        _State.patches.set(utils, theirs.__name__, lambda index: nullcontext() if index is None else theirs(index))
+FLA = Fla(
+    name="fla",
+    package="flash-linear-attention",
+    environment=ENVIRONMENT,
+    replaces=", ".join(ADAPTERS),
+    way="import flashdelta.integrations.fla",
+)
+enable, disable, status = FLA.enable, FLA.disable, FLA.status

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .. import chunk_kda, recurrent_kda
 from .engine import Arguments, Engine, first_rows, take, warm_up
-from .seams import AnySeam, Attribute, Seam
+from .seams import Patch
 
-Theirs = Callable[..., Any]
+Original = Callable[..., Any]
 
 TRACKED = 64
 """Tokens of the chunks that SGLang counts tracked states by."""
@@ -27,18 +27,18 @@ LAYOUT = {"null_index": "negative", "use_qk_l2norm_in_kernel": True, "state_v_fi
 
 
 def gate(call: Arguments) -> Arguments:
-    """The layer applies none: g is what the projection gave, or a log decay where there are no parameters."""
+    """Options of the gate, which the layer does not apply: g is what the projection gave, or a log decay without parameters."""
     if call["A_log"] is None:
         return {}
     given = {name: call[name] for name in ("A_log", "dt_bias", "lower_bound")}
     return given | {"use_gate_in_kernel": True}
 
 
-def packed_decode(theirs: Theirs, call: Arguments) -> Tensor:
-    """A token a sequence, in place: `[1, B, HV, V]`."""
+def packed_decode(original: Original, call: Arguments) -> Tensor:
+    """One token per sequence, in place: `[1, B, HV, V]`."""
     mixed, states, slots = (call[name] for name in ("mixed_qkv", "ssm_states", "cache_indices"))
     if call.get("replayssm_d") is not None and call["lower_bound"] is None:
-        return theirs(**call)
+        return original(**call)
     rows, heads = mixed.shape[0], states.shape[1]
     ours = {
         "mixed_qkv": mixed,
@@ -52,15 +52,15 @@ def packed_decode(theirs: Theirs, call: Arguments) -> Tensor:
         **gate(call),
     }
     found = take(recurrent_kda, ours)
-    return theirs(**call) if found is None else found[0].transpose(0, 1)
+    return original(**call) if found is None else found[0].transpose(0, 1)
 
 
-def target_verify(theirs: Theirs, call: Arguments) -> Tensor:
-    """Of chains, read-only: the state after each token goes to SGLang's buffer, whence it commits the accepted one."""
+def target_verify(original: Original, call: Arguments) -> Tensor:
+    """Verifies chains, read-only: the state after each token goes to SGLang's buffer, whence it commits the accepted one."""
     buffer, tokens = call["intermediate_states_buffer"], call["cache_steps"]
     unknown = ("retrieve_parent_token", "replayssm_rawv", "fused_accept_state_indices")
     if buffer is None or any(call.get(name) is not None for name in unknown):
-        return theirs(**call)
+        return original(**call)
     v, sequences = call["v"], call["query_start_loc"].shape[0] - 1
     T, heads, K = v.shape[1], v.shape[2], call["k"].shape[3]
     ours = {name: call[name] for name in "qkv"} | {
@@ -78,15 +78,15 @@ def target_verify(theirs: Theirs, call: Arguments) -> Tensor:
         **gate(call),
     }
     found = take(recurrent_kda, ours)
-    return theirs(**call) if found is None else found[0]
+    return original(**call) if found is None else found[0]
 
 
-def extend(theirs: Theirs, call: Arguments) -> Any:
-    """Whole sequences, from the states in the pool to those after them. The tracked states go to SGLang's snapshot."""
+def extend(original: Original, call: Arguments) -> Any:
+    """Runs whole sequences, from the states in the pool to those after them. The tracked states go to SGLang's snapshot."""
     asked, snapshot = call["return_intermediate_states"], call.get("track_state")
     wanted = call.get("track_ssm_h_src")
     if asked and snapshot is None and (wanted is None or wanted.numel() > 0):
-        return theirs(**call)  # the states of all chunks, in the activations' dtype
+        return original(**call)  # the states of all chunks, in the activations' dtype
     sequences = call["query_start_loc"].shape[0] - 1
     ours = {name: call[name] for name in ("q", "k", "v", "g", "beta")} | {
         "cu_seqlens": call["query_start_loc"],
@@ -100,12 +100,12 @@ def extend(theirs: Theirs, call: Arguments) -> Any:
         ours |= tracked(snapshot, call["track_chunk_idx"], sequences)
     found = take(chunk_kda, ours)
     if found is None:
-        return theirs(**call)
+        return original(**call)
     return (found[0], None) if asked else found[0]
 
 
 def tracked(snapshot: Tensor, chunks: Tensor, sequences: int) -> Arguments:
-    """A state a sequence, before the chunk of that number; -1 means none, and SGLang tracks none before the first."""
+    """One state per sequence, before the chunk of that number; -1 means none, and SGLang tracks none before the first."""
     offsets = chunks[:sequences].clamp(min=0) * TRACKED
     rows = first_rows(sequences, chunks.device)
     return {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": snapshot}
@@ -114,9 +114,9 @@ def tracked(snapshot: Tensor, chunks: Tensor, sequences: int) -> Arguments:
 # ---- kernels of a model ----------------------------------------------------------------------------------------------
 
 
-def built(theirs: Theirs, call: Arguments) -> None:
-    """Of the backend, once the model is loaded and its pool is there: compiles what the layers will call."""
-    theirs(**call)
+def built(original: Original, call: Arguments) -> None:
+    """Compiles what the layers will call, once the model is loaded and the backend's pool is there."""
+    original(**call)
     runner = call["model_runner"]
     states = runner.req_to_token_pool.mamba_pool.mamba_cache.temporal
     if states.is_cuda:
@@ -166,36 +166,36 @@ HINTS = """extend_seq_lens_cpu extend_prefix_lens layer_id is_spec_decode track_
     state_checkpoint_cu_starts num_state_checkpoints state_checkpoint_every_n_tokens state_checkpoint_indices
     track_ssm_h_batch_src chunk_indices chunk_offsets"""
 
-SEAMS: tuple[AnySeam, ...] = (
-    Seam(KERNEL, "TritonKDAKernel.packed_decode", "d5b239db8935d95c", packed_decode, RING),
-    Seam(KERNEL, "TritonKDAKernel.target_verify", "91ef27869bc18f74", target_verify, ACCEPT),
-    Seam(KERNEL, "TritonKDAKernel.extend", "6f18ccb907579f7d 2ae71513e6f4a523", extend, HINTS),
+PATCHES: tuple[Patch, ...] = (
+    Patch(KERNEL, "TritonKDAKernel.packed_decode", "d5b239db8935d95c", packed_decode, RING),
+    Patch(KERNEL, "TritonKDAKernel.target_verify", "91ef27869bc18f74", target_verify, ACCEPT),
+    Patch(KERNEL, "TritonKDAKernel.extend", "6f18ccb907579f7d 2ae71513e6f4a523", extend, HINTS),
     # SGLang packs steps of decoding with the bounded gate only for kernels that say so
-    Attribute(KERNEL, "TritonKDAKernel.supports_packed_decode_safe_gate", True),
-    Seam(BACKEND, "KDAAttnBackend.__init__", "baef4884224e1c0f 5af2ac4381b6ba5f", built),
+    Patch(KERNEL, "TritonKDAKernel.supports_packed_decode_safe_gate", value=True),
+    Patch(BACKEND, "KDAAttnBackend.__init__", "baef4884224e1c0f 5af2ac4381b6ba5f", built),
     # read, not replaced: callers, and what is read to compile kernels
-    Seam(BACKEND, f"{DISPATCHER}.__init__", "afe751a871e60ce5"),
-    Seam(BACKEND, f"{DISPATCHER}.packed_decode", "af04a49c61e67706"),
-    Seam(BACKEND, f"{DISPATCHER}.target_verify", "8ab0dce5f46dbbfe"),
-    Seam(BACKEND, f"{DISPATCHER}.effective_extend_kernel", "f1e54cbeac368527 1af1702593d3b673"),
-    Seam(BACKEND, f"{DISPATCHER}.extend", "c73b66ac70c841f5 8dad507ce2900196"),
-    Seam(BACKEND, "KDAAttnBackend.forward_decode", "4cdc539ac94bfc82 3f91c629c24422ab"),
-    Seam(BACKEND, "KDAAttnBackend.forward_extend", "7a867d00909acbb1 d37f721fdd7fb169"),
-    Seam(BACKEND, "KDAAttnBackend._forward_target_verify", "9890b978362a4ba6"),
-    Seam(GRAPH, "kda_extend_in_graph", "8da37575130f0bd2 5f38f36f88278a13"),
-    Seam(BASE, "MambaAttnBackendBase.mamba_chunk_size", "95d355c71137ae0e"),
-    Seam(POOLS, "HybridReqToTokenPool.__init__", "e9ec31d9cf57a84a"),
-    Seam(POOLS, "MambaPool.__init__", "327cf5fdd61bb684"),
-    Seam(POOLS, "MambaPool.State", "45df1bda32dad804"),
-    Seam(POOLS, "MambaPool.SpeculativeState", "e8a7a3f670d64781"),
-    Seam("sglang.srt.layers.radix_linear_attention", "RadixLinearAttention.__init__", "ccd15219194dd5c2"),
+    Patch(BACKEND, f"{DISPATCHER}.__init__", "afe751a871e60ce5"),
+    Patch(BACKEND, f"{DISPATCHER}.packed_decode", "af04a49c61e67706"),
+    Patch(BACKEND, f"{DISPATCHER}.target_verify", "8ab0dce5f46dbbfe"),
+    Patch(BACKEND, f"{DISPATCHER}.effective_extend_kernel", "f1e54cbeac368527 1af1702593d3b673"),
+    Patch(BACKEND, f"{DISPATCHER}.extend", "c73b66ac70c841f5 8dad507ce2900196"),
+    Patch(BACKEND, "KDAAttnBackend.forward_decode", "4cdc539ac94bfc82 3f91c629c24422ab"),
+    Patch(BACKEND, "KDAAttnBackend.forward_extend", "7a867d00909acbb1 d37f721fdd7fb169"),
+    Patch(BACKEND, "KDAAttnBackend._forward_target_verify", "9890b978362a4ba6"),
+    Patch(GRAPH, "kda_extend_in_graph", "8da37575130f0bd2 5f38f36f88278a13"),
+    Patch(BASE, "MambaAttnBackendBase.mamba_chunk_size", "95d355c71137ae0e"),
+    Patch(POOLS, "HybridReqToTokenPool.__init__", "e9ec31d9cf57a84a"),
+    Patch(POOLS, "MambaPool.__init__", "327cf5fdd61bb684"),
+    Patch(POOLS, "MambaPool.State", "45df1bda32dad804"),
+    Patch(POOLS, "MambaPool.SpeculativeState", "e8a7a3f670d64781"),
+    Patch("sglang.srt.layers.radix_linear_attention", "RadixLinearAttention.__init__", "ccd15219194dd5c2"),
 )
 
 ENGINE = Engine(
-    "sglang",
+    name="sglang",
     environment="FLASHDELTA_SGLANG",
     read=("0.5.22", "0.5.23"),
-    seams=SEAMS,
+    patches=PATCHES,
     replaces="packed decode, extend and chain verify of the Triton kernel",
 )
 enable, disable, status = ENGINE.enable, ENGINE.disable, ENGINE.status

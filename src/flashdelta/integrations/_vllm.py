@@ -18,14 +18,14 @@ from torch import Tensor
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
 from ..problem.switches import is_on
 from .engine import KERNEL, Arguments, Engine, first_rows, runs, take, warm_up
-from .seams import AnySeam, Seam, StandIn, real
+from .seams import Adapter, Patch, TensorProxy, real
 
-Theirs = Callable[..., Any]
+Original = Callable[..., Any]
 
 # ---- states by their slots -------------------------------------------------------------------------------------------
 
 
-class Slots(StandIn):
+class Slots(TensorProxy):
     """The states of a prefill's sequences, `[N, H, V, K]`, by their slots in a pool: those before it, or once it has run
     (`stored`) those after it. Storing them in their own slots does nothing then."""
 
@@ -44,18 +44,18 @@ class Slots(StandIn):
         return self
 
     def to(self, dtype: torch.dtype) -> Slots:
-        """They have the pool's."""
+        """Returns the same: they have the pool's."""
         return self
 
     @classmethod
-    def __torch_function__(cls, function: Theirs, types: object, arguments: tuple, named: dict | None = None) -> Any:
+    def __torch_function__(cls, function: Original, types: object, arguments: tuple, named: dict | None = None) -> Any:
         """`pool[indices] = slots`."""
         if function is Tensor.__setitem__ and isinstance(arguments[2], Slots) and arguments[2].stored:
             return None
         return NotImplemented
 
 
-class Final(StandIn):
+class Final(TensorProxy):
     """Kimi-K3's buffer for the states after a prefill, which it stores in their slots itself where there are checkpoints. Once
     they are there (`stored`), that does nothing."""
 
@@ -69,11 +69,11 @@ class Final(StandIn):
         return Final(self.states[key])
 
     def to(self, dtype: torch.dtype) -> Final:
-        """They have the pool's."""
+        """Returns the same: they have the pool's."""
         return self
 
     @classmethod
-    def __torch_function__(cls, function: Theirs, types: object, arguments: tuple, named: dict | None = None) -> Any:
+    def __torch_function__(cls, function: Original, types: object, arguments: tuple, named: dict | None = None) -> Any:
         """`pool[indices] = final`."""
         if function is not Tensor.__setitem__ or not isinstance(arguments[2], Final):
             return NotImplemented
@@ -98,8 +98,8 @@ FLASH_KDA_BUFFERS = 4
 """Outputs, final states, checkpoints, and FlashKDA's workspace."""
 
 
-def workspace_manager(theirs: Theirs, call: Arguments) -> Workspace:
-    return Workspace(theirs())
+def workspace_manager(original: Original, call: Arguments) -> Workspace:
+    return Workspace(original())
 
 
 def gathered(call: Arguments) -> Arguments:
@@ -107,16 +107,16 @@ def gathered(call: Arguments) -> Arguments:
     return {name: real(x) for name, x in call.items()}
 
 
-def gather_initial_states(theirs: Theirs, call: Arguments) -> Slots:
-    return Slots(call["state"], call["indices"], call["has_initial_state"], lambda: theirs(**call))
+def gather_initial_states(original: Original, call: Arguments) -> Slots:
+    return Slots(call["state"], call["indices"], call["has_initial_state"], lambda: original(**call))
 
 
-def scatter_states(theirs: Theirs, call: Arguments) -> None:
+def scatter_states(original: Original, call: Arguments) -> None:
     if not (isinstance(call["src"], Slots) and call["src"].stored):
-        theirs(**call)
+        original(**call)
 
 
-class Pool(StandIn):
+class Pool(TensorProxy):
     """A layer's pool, of which Ling-3 takes the states of a prefill by indexing."""
 
     def __init__(self, states: Tensor):
@@ -149,8 +149,8 @@ class Layer:
         return getattr(self.layer, name)
 
 
-def ling_forward(theirs: Theirs, call: Arguments) -> None:
-    forward(theirs, call | {"self": Layer(call["self"])})
+def ling_forward(original: Original, call: Arguments) -> None:
+    forward(original, call | {"self": Layer(call["self"])})
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def norm(call: Arguments) -> Arguments:
 
 
 def prefill(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) -> Tensor | None:
-    """From the states before to those after, in the pool; None if no kernel of ours runs the call."""
+    """A prefill from the states before to those after, in the pool; None if no kernel of ours runs the call."""
     states = call.get("initial_state")
     if not isinstance(states, Slots):
         return None
@@ -194,7 +194,7 @@ LAYOUT = {"null_index": "non_positive", "use_qk_l2norm_in_kernel": True, "state_
 
 
 def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) -> Tensor | None:
-    """Of decoding, in place: a token a sequence, or several by slots of their own."""
+    """A step of decoding, in place: one token per sequence, or several by slots of their own."""
     pool, offsets, slots = (call[name] for name in ("initial_state", "cu_seqlens", "ssm_state_indices"))
     accepted = call.get("num_accepted_tokens")
     if not call.get("inplace_final_state", True) or pool is None or offsets is None or slots is None:
@@ -225,20 +225,32 @@ def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) ->
     return None if found is None else found[0].transpose(0, 1) if back else found[0]
 
 
+def or_original(ours: Callable[[Arguments], Tensor | None]) -> Adapter:
+    """An adapter that returns our outputs and the call's states, or if there are none what the engine's function returns."""
+
+    @functools.wraps(ours)
+    def adapter(original: Original, call: Arguments) -> Any:
+        o = ours(call)
+        return original(**gathered(call)) if o is None else (o, call["initial_state"])
+
+    return adapter
+
+
 # ---- Kimi-Linear and Kimi-K3 -----------------------------------------------------------------------------------------
 
 
-def kimi_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    o = prefill(call, "raw_g", "raw_beta", True, gate(call, "A_log", "g_bias") | norm(call))
-    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+@or_original
+def kimi_prefill(call: Arguments) -> Tensor | None:
+    return prefill(call, "raw_g", "raw_beta", True, gate(call, "A_log", "g_bias") | norm(call))
 
 
-def kimi_verify(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
-    o = step(call, "raw_g", "raw_beta", True, gate(call, "A_log", "dt_bias"))
-    return theirs(**call) if o is None else (o, call["initial_state"])
+@or_original
+def kimi_verify(call: Arguments) -> Tensor | None:
+    return step(call, "raw_g", "raw_beta", True, gate(call, "A_log", "dt_bias"))
 
 
-def kimi_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
+@or_original
+def kimi_decode(call: Arguments) -> Tensor | None:
     g, beta, out = (call.get(name) for name in ("raw_g", "raw_beta", "out"))
     ours = {
         "mixed_qkv": call["mixed_qkv"],
@@ -253,34 +265,33 @@ def kimi_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
         **gate(call, "A_log", "dt_bias"),
     }
     found = take(recurrent_kda, ours)
-    return theirs(**call) if found is None else (found[0].transpose(0, 1), call["initial_state"])
+    return None if found is None else found[0].transpose(0, 1)
 
 
 def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments:
-    """One state a sequence, in a buffer of its own, from which vLLM stores it."""
+    """One state per sequence, in a buffer of its own, from which vLLM stores it."""
     if offsets is None:
         return {}
     rows = first_rows(offsets.shape[0], offsets.device)
     return {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": buffer}
 
 
-def k3_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    """In place of FlashKDA, whose workspace it does not use."""
+@or_original
+def k3_prefill(call: Arguments) -> Tensor | None:
+    """Stands in for FlashKDA, whose workspace it does not use."""
     final, offsets = call["final_state"], call.get("checkpoint_offsets")
+    if offsets is not None and not isinstance(final, Final):
+        return None
     marks = with_checkpoints(offsets, call.get("checkpoint_state"))
-    o = None
-    if offsets is None or isinstance(final, Final):
-        o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
-    if o is None:
-        return theirs(**gathered(call))
+    o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
     if offsets is not None:
-        final.stored = True
-    return o, call["initial_state"]
+        final.stored = o is not None
+    return o
 
 
-def k3_others(theirs: Theirs, call: Arguments) -> Any:
+def k3_others(original: Original, call: Arguments) -> Any:
     """FlashInfer's prefill, which users ask for by name."""
-    return theirs(**gathered(call))
+    return original(**gathered(call))
 
 
 # ---- Kimi-K3's fused decode ------------------------------------------------------------------------------------------
@@ -295,15 +306,15 @@ _fused: set[tuple] = set()
 """Layers whose steps are fused by ours."""
 
 
-def k3_decode_backend(theirs: Theirs, call: Arguments) -> str:
+def k3_decode_backend(original: Original, call: Arguments) -> str:
     """Ours where vLLM chooses its chain of kernels by itself; in place of its fused kernel where that is asked for."""
-    found: str = theirs(**call)
+    found: str = original(**call)
     open_to_ours = found == "triton" or (found == "native" and is_on(FUSED, False))
     return OURS if open_to_ours and call["backend"] == "auto" and takes(call, 0) else found
 
 
-def k3_verify_backend(theirs: Theirs, call: Arguments) -> str:
-    found: str = theirs(**call)
+def k3_verify_backend(original: Original, call: Arguments) -> str:
+    found: str = original(**call)
     open_to_ours = found == "native" and call["backend"] == "auto" and not call["use_recoverssm"]
     bounded = call["lower_bound"] is not None
     return PACKED if open_to_ours and bounded and call["num_spec"] > 0 and takes(call, call["num_spec"]) else found
@@ -314,7 +325,7 @@ def accelerator() -> torch.device | None:
 
 
 def takes(call: Arguments, spec: int) -> bool:
-    """Whether a kernel of ours runs the steps of such a layer, which it then will."""
+    """Tells whether a kernel of ours runs the steps of such a layer, which it then will."""
     device = accelerator()
     if device is None:
         return False
@@ -368,111 +379,89 @@ def null_step(
     return step
 
 
-def is_ours(call: Arguments, g: str, spec: int) -> bool:
+SAME = ("x", "weight", "bias", "conv_state", "raw_beta", "A_log", "dt_bias", "state")
+GATED = ("output_gate", "norm_weight", "norm_eps", "lower_bound")
+
+
+def fused(call: Arguments, g: str, spec: int, **options: Any) -> Tensor | None:
+    """A step of a layer that was built for ours; None for another one's. vLLM has nothing to fall back to in such a layer, so
+    that a call that no kernel runs ends in `NoKernel`."""
     dtypes = (call[name].dtype for name in ("x", "conv_state", "state"))
     gated = call.get("output_gate") is not None and call.get("norm_weight") is not None
-    return gated and (*call[g].shape[-2:], call["weight"].shape[1], *dtypes, spec) in _fused
+    if not gated or (*call[g].shape[-2:], call["weight"].shape[1], *dtypes, spec) not in _fused:
+        return None
+    same = {name: call[name] for name in (*SAME, *GATED) if name in call}
+    return fused_kda_decode(**same, raw_g=call[g], **options, null_index="non_positive", backend=KERNEL)
 
 
-SAME = ("x", "weight", "conv_state", "raw_beta", "A_log", "dt_bias", "state", "output_gate", "norm_weight", "norm_eps")
-
-
-STEP = {"null_index": "non_positive", "backend": KERNEL}
-"""vLLM has nothing to fall back to in such a layer, so that a call that no kernel runs ends in `NoKernel`."""
-
-
-def k3_fused_decode(theirs: Theirs, call: Arguments) -> Tensor:
-    if not is_ours(call, "raw_g", 0):
-        result: Tensor = theirs(**call)
-        return result
+def k3_fused_decode(original: Original, call: Arguments) -> Any:
     out = call.get("out")
-    o = fused_kda_decode(
-        **{name: call[name] for name in SAME if name in call},
-        raw_g=call["raw_g"],
-        bias=call.get("bias"),
-        state_indices=call["state_indices"],
-        lower_bound=call.get("lower_bound"),
-        output=None if out is None else out.transpose(0, 1),
-        **STEP,
-    )
-    return o.transpose(0, 1)
+    out = None if out is None else out.transpose(0, 1)
+    o = fused(call, "raw_g", 0, state_indices=call["state_indices"], output=out)
+    return original(**call) if o is None else o.transpose(0, 1)
 
 
-def k3_fused_verify(theirs: Theirs, call: Arguments) -> Tensor:
-    """Of drafts; graphs may have more rows of slots than sequences."""
-    spec = call["state_indices"].shape[-1] - 1
-    if not is_ours(call, "raw_gate", spec):
-        result: Tensor = theirs(**call)
-        return result
-    offsets = call["query_start_loc"]
-    sequences = offsets.shape[0] - 1
-    return fused_kda_decode(
-        **{name: call[name] for name in SAME if name in call},
-        raw_g=call["raw_gate"],
-        state_indices=call["state_indices"][:sequences],
-        lower_bound=call["lower_bound"],
-        output=call.get("output"),
-        cu_seqlens=offsets,
-        num_spec_tokens=spec,
-        num_accepted_tokens=call["num_accepted_tokens"][:sequences],
-        **STEP,
-    )
+def k3_fused_verify(original: Original, call: Arguments) -> Any:
+    """Steps with drafts; graphs may have more rows of slots than sequences."""
+    offsets, slots = call["query_start_loc"], call["state_indices"]
+    spec, sequences = slots.shape[-1] - 1, offsets.shape[0] - 1
+    drafts = {"num_spec_tokens": spec, "num_accepted_tokens": call["num_accepted_tokens"][:sequences]}
+    where = {"state_indices": slots[:sequences], "cu_seqlens": offsets, "output": call.get("output")}
+    o = fused(call, "raw_gate", spec, **where, **drafts)
+    return original(**call) if o is None else o
 
 
 # ---- GLM-5.3-Flash ---------------------------------------------------------------------------------------------------
 
 
-def glm_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    options = gate(call, "A_log", "g_bias") | norm(call)
-    options["lower_bound"] = call["lower_bound"] if call["safe_gate"] else None
-    o = prefill(call, "raw_g", "beta", False, options)
-    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+@or_original
+def glm_prefill(call: Arguments) -> Tensor | None:
+    bound = call["lower_bound"] if call["safe_gate"] else None
+    return prefill(call, "raw_g", "beta", False, gate(call, "A_log", "g_bias") | norm(call) | {"lower_bound": bound})
 
 
-def glm_flash_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    """In place of FlashKDA. Checkpoints go straight to their slots: only their convolution's inputs are left to store."""
-    layer, checkpoint, states = call["self"], call.get("checkpoint"), call["initial_state"]
+@or_original
+def glm_flash_prefill(call: Arguments) -> Tensor | None:
+    """Stands in for FlashKDA. Checkpoints go straight to their slots: only their convolution's inputs are left to store."""
+    layer, checkpoint = call["self"], call.get("checkpoint")
     options = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "lower_bound": layer.kda_lower_bound}
     if checkpoint is not None:
         options |= {"checkpoint_offsets": checkpoint.checkpoint_offsets, "checkpoint_indices": checkpoint.state_indices}
     o = prefill(call, "g", "beta", True, options | {"use_gate_in_kernel": True})
-    if o is None:
-        return theirs(**gathered(call))
-    if checkpoint is not None:
+    if o is not None and checkpoint is not None:
         named = {name: call[name] for name in ("raw_qkv", "conv_state", "cu_seqlens")}
         layer._checkpoint_exporter.export(checkpoint, **named)
-    return o, states
+    return o
 
 
-def glm_step(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
+@or_original
+def glm_step(call: Arguments) -> Tensor | None:
     options = gate(call, "a_log", "g_bias") if call["compute_gate"] else {}
-    o = step(call, "g", "beta", bool(call["sigmoid_beta"]), options | norm(call))
-    return theirs(**call) if o is None else (o, call["initial_state"])
+    return step(call, "g", "beta", bool(call["sigmoid_beta"]), options | norm(call))
 
 
-# ---- Ling-3 ----------------------------------------------------------------------------------------------------------
+# ---- Ling-3, whose gate is applied before the call ---------------------------------------------------------------------
 
 
-def ling_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    """Its gate is applied before the call."""
+@or_original
+def ling_prefill(call: Arguments) -> Tensor | None:
     safe = {"safe_gate": is_safe(call.get("safe_gate"), call.get("lower_bound"))}
-    o = prefill(call, "g", "beta", False, safe | norm(call))
-    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+    return prefill(call, "g", "beta", False, safe | norm(call))
 
 
 def is_safe(safe_gate: bool | None, lower_bound: float | None) -> bool:
-    """Whether no decay is below what `chunk_kda` takes a promise for."""
+    """Tells whether no decay is below what `chunk_kda` takes a promise for."""
     return bool(safe_gate) and lower_bound is not None and lower_bound >= -5.0
 
 
-def ling_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    o = step(call, "g", "beta", False, norm(call))
-    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+@or_original
+def ling_decode(call: Arguments) -> Tensor | None:
+    return step(call, "g", "beta", False, norm(call))
 
 
-def ling_verify(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    o = step(call, "g", "beta", False, norm(call))
-    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+@or_original
+def ling_verify(call: Arguments) -> Tensor | None:
+    return step(call, "g", "beta", False, norm(call))
 
 
 # ---- kernels of a layer ----------------------------------------------------------------------------------------------
@@ -505,7 +494,7 @@ def warm(call: Arguments, gate: Arguments, spec: int, prefill: Arguments) -> Non
 
 
 _expected: list[functools.partial[Arguments]] = []
-"""Largest prefills of the layers that were built, by an output of theirs: not yet run in vLLM's memory profile."""
+"""Largest prefills of the layers that were built, by an output of original: not yet run in vLLM's memory profile."""
 
 
 def expect(call: Arguments, gate: Arguments, prefill: Arguments) -> None:
@@ -544,7 +533,7 @@ def largest(T: int, N: int, state: torch.dtype, options: Arguments, out: Tensor)
     return found
 
 
-def forward(theirs: Theirs, call: Arguments) -> None:
+def forward(original: Original, call: Arguments) -> None:
     """Runs the largest prefill in vLLM's measurement of memory, so that its workspace counts: there layers run without
     metadata and call no kernels."""
     if _expected and not (call["core_attn_out"].is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -553,12 +542,12 @@ def forward(theirs: Theirs, call: Arguments) -> None:
         _expected.clear()
         for kind in kinds if profiled else ():
             take(chunk_kda, kind(call["core_attn_out"]))
-    theirs(**call)
+    original(**call)
 
 
-def built(theirs: Theirs, call: Arguments) -> None:
-    """Of Kimi-Linear and Kimi-K3, with a buffer for checkpoints where FlashKDA would run."""
-    theirs(**call)
+def built(original: Original, call: Arguments) -> None:
+    """Warms Kimi-Linear and Kimi-K3, with a buffer for checkpoints where FlashKDA would run."""
+    original(**call)
     layer, bound = call["self"], call["self"].gate_lower_bound
     marks = {"checkpoint_states": (False, True)} if getattr(layer, "_checkpoint_exporter", None) is not None else {}
     gate = {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}
@@ -569,8 +558,8 @@ MANY = 257
 """Sequences of more states than stay in the L2 cache, whatever the heads are: steps of so many are another kernel."""
 
 
-def built_k3(theirs: Theirs, call: Arguments) -> None:
-    built(theirs, call)
+def built_k3(original: Original, call: Arguments) -> None:
+    built(original, call)
     layer, device = call["self"], accelerator()
     if device is None:
         return
@@ -587,18 +576,18 @@ def built_k3(theirs: Theirs, call: Arguments) -> None:
                 fused_kda_decode(**null_step(*kind))
 
 
-def built_glm(theirs: Theirs, call: Arguments) -> None:
-    """Where FlashKDA would not run, prefills get beta ready-made."""
-    theirs(**call)
+def built_glm(original: Original, call: Arguments) -> None:
+    """Warms GLM: where FlashKDA would not run, prefills get beta ready-made."""
+    original(**call)
     layer = call["self"]
     ready = {"beta_dtype": torch.float32, "use_beta_sigmoid_in_kernel": False}
     prefill = {"checkpoints": (False, True)} if layer._checkpoint_exporter is not None else ready
     warm(call, {"gate": "lower_bound", "lower_bound": layer.kda_lower_bound}, layer.num_spec, prefill)
 
 
-def built_ling(theirs: Theirs, call: Arguments) -> None:
-    """Its gate and beta come ready-made."""
-    theirs(**call)
+def built_ling(original: Original, call: Arguments) -> None:
+    """Warms Ling-3, whose gate and beta come ready-made."""
+    original(**call)
     layer, wide = call["self"], torch.float32
     gate = {
         "gate": "none",
@@ -630,53 +619,53 @@ LAYERS = {
 }
 FORWARD = {module: f"{name}._forward" for module, name in LAYERS.items()}
 
-SEAMS: tuple[AnySeam, ...] = (
-    Seam(KIMI_KERNELS, "fused_recurrent_kda_packed_decode", "6e95767918987362", kimi_decode),
-    Seam(KIMI_KERNELS, "fused_recurrent_kda", "10ecb4c80d067f8f", kimi_verify),
-    Seam(KIMI_KERNELS, "chunk_kda_with_fused_gate", "3fe4d6d07821a5b8", kimi_prefill),
-    Seam(KIMI_LINEAR, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
-    Seam(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.__init__", "199bf78df1943ec2", built),
-    Seam(KIMI_LINEAR, FORWARD[KIMI_LINEAR], "5922f6cd4a2f1ffe", forward),
-    Seam(KIMI_K3, FORWARD[KIMI_K3], "b242680bd05d1173", forward),
-    Seam(KIMI_K3, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
-    Seam(KIMI_K3, "current_workspace_manager", "fca22d7c07a5ca21", workspace_manager),
-    Seam(KIMI_K3, "_flashkda_prefill", "36968a8ddc1edd7d", k3_prefill),
-    Seam(KIMI_K3, "_flashinfer_kda_prefill", "e2965351308c0283", k3_others),
-    Seam(KIMI_K3, "resolve_kda_decode_backend", "52991d35f263b5df", k3_decode_backend),
-    Seam(KIMI_K3, "resolve_kda_spec_decode_backend", "86181ca40ea9700f", k3_verify_backend),
-    Seam(OPS, "fused_kda_decode", "36a50ca327ba019f", k3_fused_decode),
-    Seam(KIMI_K3, "flashinfer_packed_fused_kda_decode", "66651a351884854d", k3_fused_verify, FUSED_VERIFY),
-    Seam(KIMI_K3, f"{LAYERS[KIMI_K3]}.__init__", "9f4c87e698b7aa65", built_k3),
-    Seam(GLM, FORWARD[GLM], "7257009b52a328c1", forward),
-    Seam(GLM, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
-    Seam(GLM, "scatter_states", "54bc81abe12d15d7", scatter_states),
-    Seam(GLM, "fused_recurrent_kda", "7ee071712c611d65", glm_step),
-    Seam(GLM, "chunk_kda_with_fused_gate", "c80e180e0ffde4ae", glm_prefill),
-    Seam(GLM, f"{LAYERS[GLM]}._flashkda_prefill", "538a0dbe1e375cba", glm_flash_prefill),
-    Seam(GLM, f"{LAYERS[GLM]}.__init__", "34077e337a4144fe", built_glm),
-    Seam(LING, "chunk_kda", "e52ee7aa2fc5dec7", ling_prefill, "safe_gate lower_bound"),
-    Seam(LING, "fused_recurrent_kda", "3f0d5e5d300cc99a", ling_decode, "safe_gate lower_bound"),
-    Seam(LING, "fused_recurrent_kda_fwd", "83902116cdd8ede9", ling_verify),
-    Seam(LING, FORWARD[LING], "53ec43ed8b71280c", ling_forward),
-    Seam(LING, f"{LAYERS[LING]}.__init__", "6bf1f60c1bc8d969", built_ling),
+PATCHES: tuple[Patch, ...] = (
+    Patch(KIMI_KERNELS, "fused_recurrent_kda_packed_decode", "6e95767918987362", kimi_decode),
+    Patch(KIMI_KERNELS, "fused_recurrent_kda", "10ecb4c80d067f8f", kimi_verify),
+    Patch(KIMI_KERNELS, "chunk_kda_with_fused_gate", "3fe4d6d07821a5b8", kimi_prefill),
+    Patch(KIMI_LINEAR, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
+    Patch(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.__init__", "199bf78df1943ec2", built),
+    Patch(KIMI_LINEAR, FORWARD[KIMI_LINEAR], "5922f6cd4a2f1ffe", forward),
+    Patch(KIMI_K3, FORWARD[KIMI_K3], "b242680bd05d1173", forward),
+    Patch(KIMI_K3, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
+    Patch(KIMI_K3, "current_workspace_manager", "fca22d7c07a5ca21", workspace_manager),
+    Patch(KIMI_K3, "_flashkda_prefill", "36968a8ddc1edd7d", k3_prefill),
+    Patch(KIMI_K3, "_flashinfer_kda_prefill", "e2965351308c0283", k3_others),
+    Patch(KIMI_K3, "resolve_kda_decode_backend", "52991d35f263b5df", k3_decode_backend),
+    Patch(KIMI_K3, "resolve_kda_spec_decode_backend", "86181ca40ea9700f", k3_verify_backend),
+    Patch(OPS, "fused_kda_decode", "36a50ca327ba019f", k3_fused_decode),
+    Patch(KIMI_K3, "flashinfer_packed_fused_kda_decode", "66651a351884854d", k3_fused_verify, FUSED_VERIFY),
+    Patch(KIMI_K3, f"{LAYERS[KIMI_K3]}.__init__", "9f4c87e698b7aa65", built_k3),
+    Patch(GLM, FORWARD[GLM], "7257009b52a328c1", forward),
+    Patch(GLM, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
+    Patch(GLM, "scatter_states", "54bc81abe12d15d7", scatter_states),
+    Patch(GLM, "fused_recurrent_kda", "7ee071712c611d65", glm_step),
+    Patch(GLM, "chunk_kda_with_fused_gate", "c80e180e0ffde4ae", glm_prefill),
+    Patch(GLM, f"{LAYERS[GLM]}._flashkda_prefill", "538a0dbe1e375cba", glm_flash_prefill),
+    Patch(GLM, f"{LAYERS[GLM]}.__init__", "34077e337a4144fe", built_glm),
+    Patch(LING, "chunk_kda", "e52ee7aa2fc5dec7", ling_prefill, "safe_gate lower_bound"),
+    Patch(LING, "fused_recurrent_kda", "3f0d5e5d300cc99a", ling_decode, "safe_gate lower_bound"),
+    Patch(LING, "fused_recurrent_kda_fwd", "83902116cdd8ede9", ling_verify),
+    Patch(LING, FORWARD[LING], "53ec43ed8b71280c", ling_forward),
+    Patch(LING, f"{LAYERS[LING]}.__init__", "6bf1f60c1bc8d969", built_ling),
     # read, not replaced
-    Seam(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.get_state_dtype", "cd88b43e1982404c"),
-    Seam(KIMI_K3, f"{LAYERS[KIMI_K3]}.get_state_dtype", "74d85100f9bd37be"),
-    Seam(KIMI_K3, f"{LAYERS[KIMI_K3]}.get_state_shape", "f4427338bacc0129"),
-    Seam(GLM, f"{LAYERS[GLM]}.get_state_dtype", "2b74ada2364287ce"),
-    Seam(LING, f"{LAYERS[LING]}.get_state_dtype", "cd88b43e1982404c"),
-    Seam(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointMetadata", "52a6331ef9ba6b13"),
-    Seam(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointExporter.export", "32d8d45b85e81574"),
-    Seam("vllm.v1.worker.workspace", "WorkspaceManager.get_simultaneous", "2dca9efcad09847e"),
-    Seam("vllm.forward_context", "ForwardContext", "210d4bcb80e96768"),
-    Seam("vllm.config.scheduler", "SchedulerConfig", "183403e34db6e024"),
+    Patch(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.get_state_dtype", "cd88b43e1982404c"),
+    Patch(KIMI_K3, f"{LAYERS[KIMI_K3]}.get_state_dtype", "74d85100f9bd37be"),
+    Patch(KIMI_K3, f"{LAYERS[KIMI_K3]}.get_state_shape", "f4427338bacc0129"),
+    Patch(GLM, f"{LAYERS[GLM]}.get_state_dtype", "2b74ada2364287ce"),
+    Patch(LING, f"{LAYERS[LING]}.get_state_dtype", "cd88b43e1982404c"),
+    Patch(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointMetadata", "52a6331ef9ba6b13"),
+    Patch(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointExporter.export", "32d8d45b85e81574"),
+    Patch("vllm.v1.worker.workspace", "WorkspaceManager.get_simultaneous", "2dca9efcad09847e"),
+    Patch("vllm.forward_context", "ForwardContext", "210d4bcb80e96768"),
+    Patch("vllm.config.scheduler", "SchedulerConfig", "183403e34db6e024"),
 )
 
 ENGINE = Engine(
-    "vllm",
+    name="vllm",
     environment="FLASHDELTA_VLLM",
     read=("0.33.0",),
-    seams=SEAMS,
+    patches=PATCHES,
     replaces="prefill, decode and verification of Kimi-Linear, Kimi-K3, GLM-5.3-Flash and Ling-3, and steps of Kimi-K3 fused",
 )
 enable, disable, status = ENGINE.enable, ENGINE.disable, ENGINE.status

@@ -1,9 +1,8 @@
-"""Shared by the integrations of engines: one switch per process, and calls that a kernel runs or nobody."""
+"""Integrations of frameworks: one switch per process, and calls that a kernel runs or nobody."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,46 +21,54 @@ from ..runtime.supports import supports
 from ..runtime.warmup import warmup
 from . import Status
 from .patches import Patches
-from .seams import AnySeam, by_module, differences, folder_of
+from .seams import Patch, differences, folder_of
 
 Arguments = dict[str, Any]
 
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Names of code that differs in a warning."""
 
 
-@dataclass(eq=False)
-class Engine:
-    """An engine whose functions are replaced as its modules are imported.
+@dataclass(eq=False, kw_only=True)
+class Integration:
+    """A framework whose calls can run on flashdelta.
 
-    `read`: versions that `seams` have digests of. Any other is left alone, and so is one whose code differs from what was read
-    (it takes half a second to see). `environment`: the variable that turns the integration off; it is read when the engine
-    starts.
+    `environment`: the variable that turns the integration off. `replaces`, `way`: what is replaced, and how it is turned on.
+    `package`: what pip calls it, where that is another name.
     """
 
     name: str
     environment: str
-    read: tuple[str, ...]
-    seams: Sequence[AnySeam]
     replaces: str
-    patches: Patches = field(default_factory=Patches)
+    way: str
+    package: str = ""
+    applied: Patches = field(default_factory=Patches)
     enabled: bool = False
     warned: bool = False
 
     def version(self) -> str | None:
+        """The version that is installed."""
         try:
             return metadata.version(self.name)
         except metadata.PackageNotFoundError:
             return None
 
+    def obstacle(self, version: str) -> str | None:
+        """Says how the framework differs from what this was written for."""
+        raise NotImplementedError
+
+    def apply(self) -> None:
+        """Replaces the framework's code."""
+        raise NotImplementedError
+
     def enable(self) -> None:
-        """Lets the engine's calls run on flashdelta, in this process. Where the engine is not one that was read, warns
-        once and does nothing. Does nothing either where the environment says so.
+        """Lets the framework's calls run on flashdelta, in this process. Where it is not what this was written for, warns once
+        and does nothing.
 
         Raises:
-            ImportError: the engine is not installed.
+            ImportError: the framework is not installed.
         """
-        if self.enabled or self.forbidden() is not None:
+        if self.enabled:
             return
         version = self.version()
         if version is None:
@@ -69,55 +76,83 @@ class Engine:
         found = self.obstacle(version)
         if found is None:
             self.enabled = True
-            for module, seams in by_module(self.seams).items():
-                self.patches.when_imported(module, functools.partial(self._patch, seams))
+            self.apply()
         elif not self.warned:
             self.warned = True
-            warnings.warn(f"flashdelta leaves {self.name} {version} as it is: {found}", stacklevel=2)
+            warnings.warn(f"flashdelta leaves {self.name} {version} as it is: {found}", stacklevel=3)
 
     def disable(self) -> None:
-        """Leaves every call to the engine again, but for those in CUDA graphs that are captured already."""
-        self.patches.restore()
+        """Leaves every call to the framework again, but for those in CUDA graphs that are captured already."""
+        self.applied.restore()
         self.enabled = False
 
-    def _patch(self, seams: Sequence[AnySeam], module: ModuleType) -> None:
-        for seam in seams:
-            seam.patch(self.patches, module)
-
-    def obstacle(self, version: str) -> str | None:
-        """How an installed version differs from those that were read; its files may be patched."""
-        root, release = folder_of(self.name), version.partition("+")[0]
-        if root is None:
-            return "no source files"
-        is_read = release in self.read
-        nearest = release if is_read else self.read[-1]
-        try:
-            found = differences(self.seams, root, self.read.index(nearest))
-        except SyntaxError as error:  # of a newer Python
-            return f"{error.filename}: {error.msg}"
-        more = f" and {len(found) - MOST_NAMED} others" if len(found) > MOST_NAMED else ""
-        where = f"{nearest} as read has other code for {', '.join(found[:MOST_NAMED])}{more}" if found else None
-        return where if is_read else f"the versions read are {', '.join(self.read)}; {where or 'no code differs'}"
-
     def forbidden(self) -> str | None:
+        """Says what turns the integration off."""
         if not is_on(self.environment, True):
             return f"{self.environment}={os.environ[self.environment]}"
         return other_vendor()
 
     def status(self) -> Status:
-        """Where the integration stands. Imports nothing of the engine, and turns nothing on."""
+        """Says where the integration stands. Turns nothing on."""
         version = self.version()
         if version is None:
-            return Status(self.name, "not installed", None, f"pip install {self.name}")
+            return Status(self.name, "not installed", None, f"pip install {self.package or self.name}")
         if (why := self.forbidden()) is not None:
             return Status(self.name, "off", version, why)
         if (found := self.obstacle(version)) is not None:
             return Status(self.name, "unknown version", version, found)
         if self.enabled:
             return Status(self.name, "active", version, f"replaces {self.replaces}")
-        return Status(
-            self.name, "possible", version, f"{self.name} turns it on as it starts, unless {self.environment}=0"
-        )
+        return Status(self.name, "possible", version, self.way)
+
+
+@dataclass(eq=False, kw_only=True)
+class Engine(Integration):
+    """An engine whose functions are replaced as its modules are imported. It turns its integration on as it starts.
+
+    `read`: versions that `patches` have digests of. Any other is left alone, and so is one whose code differs from what was
+    read (it takes half a second to see).
+    """
+
+    read: tuple[str, ...]
+    patches: Sequence[Patch]
+    way: str = ""
+
+    def __post_init__(self) -> None:
+        self.way = f"{self.name} turns it on as it starts, unless {self.environment}=0"
+
+    def enable(self) -> None:
+        """Lets the engine's calls run on flashdelta, in this process. Does nothing where the environment says so, and warns
+        once where the engine is not one that was read.
+
+        Raises:
+            ImportError: the engine is not installed.
+        """
+        if self.forbidden() is None:
+            super().enable()
+
+    def apply(self) -> None:
+        for module in dict.fromkeys(patch.module for patch in self.patches):
+            self.applied.when_imported(module, self._patch)
+
+    def _patch(self, module: ModuleType) -> None:
+        for patch in self.patches:
+            if patch.module == module.__name__:
+                patch.apply(self.applied, module)
+
+    def obstacle(self, version: str) -> str | None:
+        """Says how an installed version differs from those that were read; its files may be patched."""
+        root = folder_of(self.name)
+        if root is None:
+            return "no source files"
+        try:
+            found = differences(self.patches, root)
+        except SyntaxError as error:  # of a newer Python
+            return f"{error.filename}: {error.msg}"
+        more = f" and {len(found) - MAX_NAMED} others" if len(found) > MAX_NAMED else ""
+        other = f"other code than was read: {', '.join(found[:MAX_NAMED])}{more}" if found else None
+        is_read = version.partition("+")[0] in self.read
+        return other if is_read else f"the versions read are {', '.join(self.read)}; {other or 'no code differs'}"
 
 
 def take(op: Callable[..., Any], call: Arguments) -> Any:
@@ -134,7 +169,7 @@ def runs(op: Callable[..., Any], call: Arguments) -> bool:
 
 
 def warm_up(op: Callable[..., Any], **options: Any) -> None:
-    """`warmup`, but for calls that ours refuse, which stay the engine's. Engines build layers with gradients enabled."""
+    """Calls `warmup`, but for calls that ours refuse, which stay the engine's. Engines build layers with gradients enabled."""
     with torch.inference_mode(), contextlib.suppress(ValueError):
         warmup(op, **options)
 
@@ -143,8 +178,8 @@ _rows: dict[torch.device, list[Tensor]] = {}
 
 
 def first_rows(n: int, device: torch.device) -> Tensor:
-    """`[n]` int32: 0, 1, 2, ... One tensor a device, but for graphs that are captured before there is one. A longer one leaves
-    the others as they are: graphs read them."""
+    """Returns `[n]` int32: 0, 1, 2, ... from one tensor per device, but for graphs that are captured before there is one. A
+    longer one leaves the others as they are: graphs read them."""
     known = _rows.setdefault(device, [])
     if known and len(known[-1]) >= n:
         return known[-1][:n]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import warnings
@@ -15,33 +14,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..nn.attention import zero_strays
 from ..ops.convolution import short_convolution
 from .patches import Patches
-from .seams import folder_of
+from .seams import Patch, differences, folder_of
 
-MODELS = {"kimi_linear": "KimiLinearModel", "glm5_next": "Glm5NextTextModel", "bailing_hybrid": "BailingHybridModel"}
+KIMI, GLM, LING = "kimi_linear", "glm5_next", "bailing_hybrid"
+MODELS = {KIMI: "KimiLinearModel", GLM: "Glm5NextTextModel", LING: "BailingHybridModel"}
 """Modules of its models, each with the model's class. 5.17 to 5.19 have no `bailing_hybrid`."""
 
-TAKEN = ("chunk_kda", "fused_recurrent_kda")
-"""Functions of FLA's that those of its models become."""
-
-CONVOLUTION = """mixed_qkv = causal_conv1d_fn(mixed_qkv, weight=self.conv1d.weight.squeeze(1), bias=self.conv1d.bias, \
-activation=self.activation, **kwargs)"""
+FORWARDS = {
+    KIMI: "7adb60450b741b98 cf42c8ddb19ee39d 9c9af705099ff8cf",
+    GLM: "6c3cec6077e061e1 1aba710c42019808 f8a94f3c1374f73a 7b9296759ccff361",
+    LING: "485c9f843443e450 621e8bcb07bc7313 dbe73be1a4d1deef",
+}
+LAYERS = {
+    KIMI: ("KimiLinearDeltaAttention", "2a06df465a51e319 1fa7da962277f05e 1ed6ef2f3c223d9b"),
+    GLM: ("Glm5NextTextLinearAttention", "2a06df465a51e319 1fa7da962277f05e 1ed6ef2f3c223d9b"),
+    LING: ("BailingHybridDeltaAttention", "448305e16f72e68e 23e14169b6a83137 6938f4dfea1416fc"),
+}
 
 
 def path(model: str) -> str:
     return f"transformers.models.{model}.modeling_{model}"
 
 
+def read(model: str) -> tuple[Patch, ...]:
+    """The code of a model that was read, in transformers 5.17 to 5.24."""
+    layer, digests = LAYERS[model]
+    return (
+        Patch(path(model), "causal_conv1d_fn", "716f25cec236331d"),
+        Patch(path(model), "chunk_kimi_delta_attention", "63442b3bb4adb8f9"),
+        Patch(path(model), f"{MODELS[model]}.forward", FORWARDS[model]),
+        Patch(path(model), f"{layer}.forward", digests),
+    )
+
+
 def obstacle(*models: str) -> str | None:
-    """Names text that the code of these models lacks, where transformers has them."""
-    root, lacks = folder_of("transformers"), []
-    wanted = [f"use_kernel_func_from_hub_with_fallback({fla!r}, 'fla')" for fla in TAKEN] + [CONVOLUTION]
-    for file in () if root is None else (root / f"{path(x).replace('.', '/')}.py" for x in models):
-        if file.is_file():
-            code = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
-            lacks += [f"{file.stem} lacks {text}" for text in wanted if text not in code]
-    return "; ".join(lacks) or None
+    """Names the code of these models, where transformers has them, that differs from what was read."""
+    root = folder_of("transformers")
+    if root is None:
+        return None
+    there = [x for x in models if (root / "transformers" / "models" / x).is_dir()]
+    found = differences([patch for model in there for patch in read(model)], root)
+    return f"5.17 to 5.24 as read have other code for {', '.join(found)}" if found else None
 
 
 def patch(patches: Patches, is_on: Callable[[], bool]) -> None:
@@ -70,11 +86,11 @@ def offsets_of(named: dict[str, Any]) -> Tensor | None:
     return named.get("cu_seq_lens_q") if found is None else found
 
 
-def packed_model(theirs: Callable[..., Any], is_on: Callable[[], bool]) -> Callable[..., Any]:
+def packed_model(original: Callable[..., Any], is_on: Callable[[], bool]) -> Callable[..., Any]:
     """The forward of a model, which hands offsets to its layers: those it is given, or those of positions that begin anew."""
-    names = tuple(inspect.signature(theirs).parameters)
+    names = tuple(inspect.signature(original).parameters)
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         call = dict(zip(names[1:], arguments)) | named
         offsets = offsets_of(call)
@@ -83,11 +99,10 @@ def packed_model(theirs: Callable[..., Any], is_on: Callable[[], bool]) -> Calla
             tokens = next((call[x] for x in ("input_ids", "inputs_embeds") if call.get(x) is not None), None)
             offsets = offsets_of_positions(call.get("position_ids"), None if tokens is None else tokens.shape[0])
         if offsets is None or not is_on():
-            return theirs(self, *arguments, **named)
+            return original(self, *arguments, **named)
         if cache is not None:
             raise ValueError("packed sequences must come without a cache, which has one state per row; got both")
-        call["use_cache"] = False
-        return theirs(self, **call | {"cu_seqlens": offsets})
+        return original(self, **call | {"use_cache": False, "cu_seqlens": offsets})
 
     return forward
 
@@ -103,38 +118,34 @@ def offsets_of_positions(positions: Tensor | None, rows: int | None) -> Tensor |
     return F.pad(starts, (0, 1), value=positions.numel()).int() if len(starts) > len(positions) else None
 
 
-def packed_convolution(theirs: Callable[..., Any], is_on: Callable[[], bool]) -> Callable[..., Any]:
+def packed_convolution(original: Callable[..., Any], is_on: Callable[[], bool]) -> Callable[..., Any]:
     """The model's convolution of `[B, D, T]`, which leaves packed sequences apart."""
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def causal_conv1d_fn(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **named: Any
     ) -> Tensor:
         offsets = offsets_of(named)
         if offsets is None or not is_on():
-            return theirs(x, weight, bias=bias, activation=activation, **named)
-        B, D, T = x.shape
-        rows = x.mT.reshape(1, B * T, D)
+            return original(x, weight, bias=bias, activation=activation, **named)
+        rows = x.mT.flatten(0, 1)[None]
         weight, bias = (None if w is None else w if w.dtype == torch.float32 else w.to(x.dtype) for w in (weight, bias))
         y, _ = short_convolution(rows, weight, bias, activation=activation, cu_seqlens=offsets)
-        return y.view(B, T, D).mT
+        return y.view_as(x.mT).mT
 
     return causal_conv1d_fn
 
 
-def packed_attention(theirs: Callable[..., Any], is_on: Callable[[], bool]) -> Callable[..., Any]:
+def packed_attention(original: Callable[..., Any], is_on: Callable[[], bool]) -> Callable[..., Any]:
     """FLA's `chunk_kda` on the model's `[B, T, H, K]`, with the offsets that the model has under another name."""
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def chunk_kimi_delta_attention(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **named: Any):
         offsets = offsets_of(named)
         if offsets is None or not is_on():
-            return theirs(query, key, value, g=g, beta=beta, **named)
-        B, T = query.shape[:2]
-        q, k, v, g, beta = (x.reshape(1, B * T, *x.shape[2:]) for x in (query, key, value, g, beta))
-        o, state = theirs(q, k, v, g=g, beta=beta, **named | {"cu_seqlens": offsets.long()})
-        # rows of no sequence may hold anything, which no gradient of zero takes away
-        covered = torch.arange(B * T, device=o.device) < offsets[-1]
-        return torch.where(covered[:, None, None], o, 0.0).view(B, T, *o.shape[2:]), state
+            return original(query, key, value, g=g, beta=beta, **named)
+        q, k, v, g, beta = (x.flatten(0, 1)[None] for x in (query, key, value, g, beta))
+        o, state = original(q, k, v, g=g, beta=beta, **named | {"cu_seqlens": offsets.long()})
+        return zero_strays(o, offsets).view(value.shape), state
 
     return chunk_kimi_delta_attention

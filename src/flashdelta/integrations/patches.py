@@ -22,26 +22,19 @@ class Patches:
         self.watches: list[Watch] = []
         self.wrappers: WeakSet[Any] = WeakSet()
 
-    def set(self, module: ModuleType | type, name: str, value: object) -> None:
-        """Replaces `name`, which must be the module's or the class's own."""
-        self._set(module, name, vars(module)[name], value)
+    def set(self, owner: ModuleType | type, name: str, value: object) -> None:
+        """Sets `name`, which may be the owner's own, inherited or new."""
+        self.replaced.append((owner, name, vars(owner).get(name, ABSENT), value))
+        setattr(owner, name, value)
 
-    def wrap(self, module: ModuleType | type, name: str, make: Callable[[Any], Any]) -> None:
-        """Replaces `name`, the module's or the class's own, by `make` of it, unless it is a wrapper from here already: others
-        may put one back after `restore`."""
-        theirs = vars(module)[name]
-        if theirs not in self.wrappers:
-            ours = make(theirs)
-            self.wrappers.add(ours)
-            self.set(module, name, ours)
-
-    def add(self, module: ModuleType | type, name: str, value: object) -> None:
-        """Sets `name`, which may be inherited or new."""
-        self._set(module, name, vars(module).get(name, ABSENT), value)
-
-    def _set(self, module: ModuleType | type, name: str, before: object, value: object) -> None:
-        self.replaced.append((module, name, before, value))
-        setattr(module, name, value)
+    def wrap(self, owner: ModuleType | type, name: str, make: Callable[[Any], Any]) -> None:
+        """Replaces `name`, the owner's own, by `make` of it, unless it is a wrapper from here already: others may put one back
+        after `restore`."""
+        original = vars(owner)[name]
+        if original not in self.wrappers:
+            wrapper = make(original)
+            self.wrappers.add(wrapper)
+            self.set(owner, name, wrapper)
 
     def when_imported(self, name: str, patch: Callable[[ModuleType], None]) -> None:
         """Calls `patch(module)` once the module of that name is imported: at once if it is."""
@@ -57,13 +50,13 @@ class Patches:
             sys.meta_path.remove(watch)
         self.watches.clear()
         while self.replaced:
-            module, name, before, ours = self.replaced.pop()
-            if vars(module).get(name) is not ours:
+            owner, name, before, ours = self.replaced.pop()
+            if vars(owner).get(name) is not ours:
                 continue
             if before is ABSENT:
-                delattr(module, name)
+                delattr(owner, name)
             else:
-                setattr(module, name, before)
+                setattr(owner, name, before)
 
 
 class Watch(MetaPathFinder):

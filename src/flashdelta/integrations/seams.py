@@ -1,5 +1,5 @@
-"""Where an engine's code is replaced: functions by name, and digests of their code as it was read. A check reads source files
-and imports nothing.
+"""Patches of an engine's code: functions by name, with digests of their code as it was read. A check reads source files and
+imports nothing.
 
     python -m flashdelta.integrations.seams vllm [FOLDER]
 
@@ -13,7 +13,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec, resolve_name
@@ -28,57 +28,41 @@ Adapter = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class Seam:
-    """Code of an engine that was read: the function or class `name`, or `Class.method`, of `module`, wherever it is defined.
+class Patch:
+    """A replacement in an engine, or code that adapters rely on: the function or class `name`, or `Class.method`, of `module`,
+    wherever it is defined.
 
-    `digests`: of each version that was read, or one of all, separated by spaces. `adapter` replaces a function; without one it
-    is code that adapters rely on. `keywords`: names that a call may pass beside the parameters, to `**kwargs`. A call with
-    other arguments stays the engine's.
+    `digests`: of the versions that were read, separated by spaces; none where there is nothing to read. `adapter` replaces a
+    function. `keywords`: names that a call may pass to `**kwargs` besides the parameters; a call with other arguments stays the
+    engine's. `value`: an attribute that the class gets.
     """
 
     module: str
     name: str
-    digests: str
+    digests: str = ""
     adapter: Adapter | None = None
     keywords: str = ""
+    value: object = None
 
     @property
     def path(self) -> str:
         return f"{self.module}.{self.name}"
 
-    def differs(self, files: Source, version: int) -> bool:
-        """Says whether it is other code than in the read version of that number."""
-        known = self.digests.split()
-        return files.digest(self.module, self.name) != known[version if len(known) > 1 else 0]
+    def differs(self, files: Source) -> bool:
+        """Tells whether the code is in none of the versions that were read."""
+        return bool(self.digests) and files.digest(self.module, self.name) not in self.digests.split()
 
-    def patch(self, patches: Patches, module: ModuleType) -> None:
-        """Replaces it in the imported module."""
+    def apply(self, patches: Patches, module: ModuleType) -> None:
+        """Replaces the code in the imported module."""
+        *classes, name = self.name.split(".")
+        owner = functools.reduce(getattr, classes, module)
         if self.adapter is not None:
-            *classes, name = self.name.split(".")
-            owner = functools.reduce(getattr, classes, module)
             patches.wrap(owner, name, functools.partial(Replacement, self.adapter, keywords=self.keywords))
+        elif self.value is not None:
+            patches.set(owner, name, self.value)
 
 
-@dataclass(frozen=True)
-class Attribute:
-    """An attribute that a class of the engine gets: `Class.name` of `module`."""
-
-    module: str
-    name: str
-    value: object
-
-    def differs(self, files: Source, version: int) -> bool:
-        return False
-
-    def patch(self, patches: Patches, module: ModuleType) -> None:
-        owner, name = self.name.split(".")
-        patches.add(getattr(module, owner), name, self.value)
-
-
-AnySeam = Seam | Attribute
-
-
-class StandIn:
+class TensorProxy:
     """Stands for a tensor in the engine's code."""
 
     def tensor(self) -> Any:
@@ -86,36 +70,37 @@ class StandIn:
 
 
 def real(x: Any) -> Any:
-    """`x`, or the tensor that it stands for."""
-    return x.tensor() if isinstance(x, StandIn) else x
+    """Returns `x`, or the tensor that it stands for."""
+    return x.tensor() if isinstance(x, TensorProxy) else x
 
 
 class Replacement:
     """Stands for a function or method of the engine, whose signature and other attributes it keeps."""
 
-    def __init__(self, adapter: Adapter, theirs: Callable[..., Any], keywords: str = ""):
-        functools.update_wrapper(self, theirs, updated=())
-        self.adapter, self.theirs = adapter, theirs
-        told = [
-            x for x in inspect.signature(theirs).parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-        ]
-        self.names = [x.name for x in told if x.kind is not x.KEYWORD_ONLY]
-        self.defaults = {x.name: x.default for x in told if x.default is not x.empty}
-        self.known = frozenset((*(x.name for x in told), *keywords.split()))
+    def __init__(self, adapter: Adapter, original: Callable[..., Any], keywords: str = ""):
+        functools.update_wrapper(self, original, updated=())
+        self.adapter, self.original = adapter, original
+        parameters = [x for x in inspect.signature(original).parameters.values() if x.kind not in VARIADIC]
+        self.names = [x.name for x in parameters if x.kind is not x.KEYWORD_ONLY]
+        self.defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+        self.known = frozenset((*(x.name for x in parameters), *keywords.split()))
 
     def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         call = dict(zip(self.names, arguments), **named)
         if not self.known.issuperset(call) or len(call) != len(arguments) + len(named):
-            return self.theirs(*map(real, arguments), **{name: real(x) for name, x in named.items()})
-        return self.adapter(self.theirs, self.defaults | call)
+            return self.original(*map(real, arguments), **{name: real(x) for name, x in named.items()})
+        return self.adapter(self.original, self.defaults | call)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "theirs":  # of a copy that is being made
+        if name == "original":  # of a copy that is being made
             raise AttributeError(name)
-        return getattr(self.theirs, name)
+        return getattr(self.original, name)
+
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 # ---- source files ----------------------------------------------------------------------------------------------------
@@ -129,7 +114,7 @@ class Source:
         self.tree = functools.cache(self._tree)
 
     def _tree(self, module: str) -> tuple[ast.Module, str]:
-        """The module's, and its package; an empty one if there is no such file."""
+        """Syntax tree of the module, and its package; an empty tree if there is no such file."""
         path, above = module.replace(".", "/"), module.rpartition(".")[0]
         for name, package in ((f"{path}.py", above), (f"{path}/__init__.py", module)):
             if (file := self.root / name).is_file():
@@ -158,7 +143,7 @@ class Source:
 
 
 def content(x: Any) -> Any:
-    """A syntax tree by values, the same in all Pythons: without docstrings, and without what is empty."""
+    """Values of a syntax tree, the same in all Pythons: without docstrings, and without what is empty."""
     if isinstance(x, list):
         return [content(y) for y in x]
     if not isinstance(x, ast.AST):
@@ -181,25 +166,19 @@ def folder_of(package: str) -> Path | None:
     return Path(next(iter(places))).parent if places else None
 
 
-def differences(seams: Sequence[AnySeam], root: Path | Any, version: int = -1) -> list[str]:
-    """Names of the code in the package in folder `root` that is not as in the read version of that number."""
+def differences(patches: Sequence[Patch], root: Path | Any) -> list[str]:
+    """Names of the code that the package in folder `root` has otherwise than the versions that were read."""
     files = Source(root)
-    return [f"{seam.module}.{seam.name}" for seam in seams if seam.differs(files, version)]
-
-
-def by_module(seams: Sequence[AnySeam]) -> Mapping[str, list[AnySeam]]:
-    found: dict[str, list[AnySeam]] = {}
-    for seam in seams:
-        found.setdefault(seam.module, []).append(seam)
-    return found
+    return [patch.path for patch in patches if patch.differs(files)]
 
 
 def main(name: str, folder: str | None = None) -> None:
-    engine = import_module(f"flashdelta.integrations._{name}").ENGINE
+    """Prints digests of the code of an engine, or of `transformers`."""
+    module = import_module(f"flashdelta.integrations._{name}")
     files = Source(Path(folder) if folder else folder_of(name))
-    for seam in engine.seams:
-        if hasattr(seam, "digests"):
-            print(files.digest(seam.module, seam.name), seam.path)
+    for patch in module.ENGINE.patches if hasattr(module, "ENGINE") else module.PATCHES:
+        if patch.digests:
+            print(files.digest(patch.module, patch.name), patch.path)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..parallel.checks import broadcast_errors
 from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
 from ..problem.arguments import flag, positive
+from ..problem.errors import mistyped, wrong
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES, epsilon
 from ..problem.operations import bound as check_bound
 from ..problem.problem import NullIndex
@@ -40,7 +41,7 @@ from .heads import Share, share_of, share_of_weights
 
 GATES = ("lower_bound", "softplus", "logsigmoid")
 MAX_STEP_TOKENS = 8
-"""Up to this many tokens a sequence go through the token recurrence, more through the chunk form."""
+"""Up to this many tokens per sequence go through the token recurrence, more through the chunk form."""
 
 SLOWEST_DECAY, FASTEST_DECAY = 1e-3, 0.5
 """Decay per token (nats) of a fresh layer's key channels: memories of 2 to 1,000 tokens, spread over the logarithm."""
@@ -48,7 +49,7 @@ SLOWEST_DECAY, FASTEST_DECAY = 1e-3, 0.5
 
 @dataclass(frozen=True)
 class KdaCache:
-    """What a `KimiDeltaAttention` layer remembers of the tokens it has seen. Never written in place.
+    """Memory of a `KimiDeltaAttention` layer: of the tokens that it has seen. Never written in place.
 
     `conv [B, 2 H K + HV V, W - 1]`: the last inputs of the convolutions, q, k and v side by side, in the layer's dtype;
     `state [B, HV, K, V]`: the recurrent state, float32. Of packed sequences `B` is their number.
@@ -93,7 +94,7 @@ class KimiDeltaAttention(nn.Module):
             default.
         output_gate_bias: whether the output gate's projection has a bias, as FLA's layer has.
         norm_eps: epsilon of the output RMSNorm.
-        chunk_size: tokens a chunk, 32 or 64.
+        chunk_size: tokens per chunk, 32 or 64.
         backend: what `flashdelta.chunk_kda` takes: `"auto"` or a backend's name.
 
     `A_log [HV]` and `dt_bias [HV * K]` stay float32 when the layer is cast: a rounded rate would compound over every
@@ -131,21 +132,20 @@ class KimiDeltaAttention(nn.Module):
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads}
         for name, size in (sizes | {"conv_size": conv_size, "gate_rank": gate_rank}).items():
             positive(name, size)
-        _check_one_of("conv_size", conv_size, tuple(range(MIN_TAPS, MAX_TAPS + 1)))
-        _check_one_of("gate", gate, GATES)
+        _check_one_of(range(MIN_TAPS, MAX_TAPS + 1), conv_size=conv_size)
+        _check_one_of(GATES, gate=gate)
+        _check_one_of(HEAD_DIMS, head_dim=head_dim, head_v_dim=head_v_dim)
+        _check_one_of(CHUNK_SIZES, chunk_size=chunk_size)
+        _check_one_of(NAMES, backend=backend)
         check_bound("lower_bound", lower_bound)
         if gate == "lower_bound" and lower_bound is None:
-            raise ValueError("lower_bound: got None, wanted a float in [-5, 0) (the lower_bound gate needs it)")
+            raise wrong("lower_bound", None, "a float in [-5, 0) (the lower_bound gate needs it)")
         if num_v_heads % num_heads != 0:
-            raise ValueError(f"num_v_heads: got {num_v_heads}, wanted a multiple of num_heads = {num_heads}")
-        _check_one_of("head_dim", head_dim, HEAD_DIMS)
-        _check_one_of("head_v_dim", head_v_dim, HEAD_DIMS)
-        _check_one_of("chunk_size", chunk_size, CHUNK_SIZES)
-        _check_one_of("backend", backend, NAMES)
+            raise wrong("num_v_heads", num_v_heads, f"a multiple of num_heads = {num_heads}")
         epsilon("norm_eps", norm_eps)
-        flag("conv_bias", conv_bias)
-        flag("allow_neg_eigval", allow_neg_eigval)
-        flag("output_gate_bias", output_gate_bias)
+        flags = {"conv_bias": conv_bias, "allow_neg_eigval": allow_neg_eigval, "output_gate_bias": output_gate_bias}
+        for name, value in flags.items():
+            flag(name, value)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_v_heads = num_v_heads
@@ -244,51 +244,60 @@ class KimiDeltaAttention(nn.Module):
             ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
         """
         if attention_mask is not None:
-            others = {"cache": cache, "return_cache": return_cache, "pool": pool, "slots": slots}
-            others |= {"has_initial_state": has_initial_state, "null_index": null_index}
-            return self._masked(x, attention_mask, {"cu_seqlens": cu_seqlens, "cp_context": cp_context}, others)
-        context = None
+            others = {"cu_seqlens": cu_seqlens, "cp_context": cp_context}
+            own = {"pool": pool, "slots": slots, "has_initial_state": has_initial_state, "null_index": null_index}
+            return self._masked(x, attention_mask, others, cache=cache, return_cache=return_cache, **own)
         with broadcast_errors(cp_context):
             self._check_inputs(x, cache, cu_seqlens)
+            context = None
             if cp_context is not None:
                 others = {"cache": cache, "cu_seqlens": cu_seqlens, "pool": pool, "return_cache": return_cache or None}
                 context = self._context(cp_context, others, x)
                 cu_seqlens = context.cu_seqlens
-            in_pool = pool is not None or slots is not None or has_initial_state is not None
             share, p = self._projected(x)
-            if in_pool:
-                self._check_pool(x, cache, return_cache, cu_seqlens, pool, slots, share)
+            sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            if pool is not None or slots is not None or has_initial_state is not None:
+                self._check_pool(
+                    x, {"cache": cache, "return_cache": return_cache or None}, pool, slots, sequences, share
+                )
             elif cache is not None:
-                self._check_cache(x, cache, cu_seqlens, share)
+                _check_shapes("cache", cache, {"conv": self._windows(sequences, share)})
             mixed = torch.cat([p["q_proj"], p["k_proj"], p["v_proj"]], dim=-1)
             gate = p["g_proj.1"].unflatten(-1, (-1, self.head_v_dim))
-        conv = None
+        conv, past, states = None, {}, {}
         if pool is not None:
-            where = {"state_indices": slots, "null_index": null_index}
+            where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
             if self._is_step(x, cu_seqlens, has_initial_state):
                 return self.o_proj(self._step(p, mixed, gate, pool, where, share).flatten(2)), None
             where["has_initial_state"] = has_initial_state
-            past: dict[str, object] = {"state_pool": pool.conv, **where}
-            states: dict[str, object] = {"state_pool": pool.state, "state_v_first": True, **where}
-        else:
+            past, states = (
+                {"state_pool": pool.conv, **where},
+                {"state_pool": pool.state, "state_v_first": True, **where},
+            )
+        elif context is None:
             past = {"initial_state": None if cache is None else cache.conv, "output_final_state": return_cache}
-            states = {"initial_state": None if cache is None else cache.state, "output_final_state": return_cache}
-        if context is not None:
+            states = past | {"initial_state": None if cache is None else cache.state}
+        else:
             past, states = {"initial_state": self._inputs_before(mixed, context)}, {"cp_context": context}
         with broadcast_errors(cp_context):
             weight, bias = self._filters(mixed.dtype, share)
             mixed, conv = short_convolution(mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around())
-            if context is None:
-                states["cu_seqlens"] = cu_seqlens
+            states |= {"cu_seqlens": cu_seqlens} if context is None else {}
             op, arguments, options = self._kda_call(p, mixed, states, share)
         o, state = op(*arguments, **options)
         if cu_seqlens is not None and o.requires_grad:
-            # whatever lies in rows of no sequence: times a gradient of zero, NaN would reach the weights behind
-            covered = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1]
-            o = torch.where(covered[:, None, None], o, 0.0)
+            o = zero_strays(o, cu_seqlens)
         norm = _narrowed(share.whole(self.o_norm), o.dtype)
         o = gated_rms_norm(o, gate, norm, eps=self.norm_eps, backend=self._around())
         return self.o_proj(o.flatten(2)), KdaCache(conv, state) if return_cache else None
+
+    def _windows(self, sequences: int, share: Share) -> tuple[int, int, int]:
+        """Shape of so many windows of the convolutions."""
+        return sequences, share.heads(sum(self.conv_channels)), self.conv_size - 1
+
+    def _states(self, slots: int, share: Share) -> tuple[int, int, int, int]:
+        """Shape of so many states of a pool."""
+        return slots, share.heads(self.num_v_heads), self.head_v_dim, self.head_dim
 
     def make_pool(
         self, slots: int, *, state_dtype: torch.dtype = torch.float32, dtype: torch.dtype | None = None
@@ -299,17 +308,16 @@ class KimiDeltaAttention(nn.Module):
             ValueError, TypeError: a number of slots, or a dtype, that is none.
         """
         positive("slots", slots)
-        _check_one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float64))
-        _check_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        _check_one_of((torch.float32, torch.bfloat16, torch.float64), state_dtype=state_dtype)
+        _check_one_of((None, torch.float32, torch.bfloat16, torch.float16, torch.float64), dtype=dtype)
         share, own = share_of_weights(self), self.conv_weight
-        windows = (slots, self.conv_size - 1, share.heads(sum(self.conv_channels)))
-        states = (slots, share.heads(self.num_v_heads), self.head_v_dim, self.head_dim)
-        conv = torch.zeros(windows, dtype=dtype or own.dtype, device=own.device).mT
-        return KdaPool(conv, torch.zeros(states, dtype=state_dtype, device=own.device))
+        slots, channels, taps = self._windows(slots, share)
+        conv = torch.zeros(slots, taps, channels, dtype=dtype or own.dtype, device=own.device).mT
+        return KdaPool(conv, torch.zeros(self._states(slots, share), dtype=state_dtype, device=own.device))
 
     @torch.no_grad()
     def explain(self, batch: int, tokens: int) -> Explanation:
-        """Which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
+        """Says which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
         own = self.conv_weight
         x = torch.zeros(batch, tokens, self.hidden_size, dtype=own.dtype, device=own.device)
         share, p = self._projected(x)
@@ -328,7 +336,7 @@ class KimiDeltaAttention(nn.Module):
         return share_of(self, {name: y.shape[-1] for name, y in p.items()}, heads), p
 
     def _masked(
-        self, x: Tensor, mask: Any, none: dict[str, object], options: dict[str, Any]
+        self, x: Tensor, mask: Any, others: dict[str, object], **options: Any
     ) -> tuple[Tensor, KdaCache | None]:
         """A forward of the tokens that the mask leaves, packed."""
         self._check_inputs(x, options["cache"], None)
@@ -339,8 +347,7 @@ class KimiDeltaAttention(nn.Module):
         B, T, _ = x.shape
         if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
             raise ValueError(f"attention_mask must be [B, >= T] = [{B}, >= {T}]; got shape {list(mask.shape)}")
-        given = next((name for name, value in none.items() if value is not None), None)
-        if given is not None:
+        if (given := _first_given(others)) is not None:
             raise ValueError(f"attention_mask must come alone: sequences that are packed have no padding; got {given}")
         mask = mask[:, mask.shape[1] - T :] != 0
         (rows,) = mask.flatten().nonzero(as_tuple=True)
@@ -412,14 +419,13 @@ class KimiDeltaAttention(nn.Module):
         return chunk_kda, arguments, {**options, "chunk_size": self.chunk_size}
 
     def _context(self, cp_context: Any, others: dict[str, object], x: Tensor) -> ContextParallel:
-        given = next((name for name, value in others.items() if value is not None), None)
-        if given is not None:
-            raise ValueError(f"{given}: got one with cp_context, wanted one of the two")
+        if (given := _first_given(others)) is not None:
+            raise ValueError(f"{given} must be left out with cp_context; got one")
         context = context_of(cp_context, None, x.device)
         context.check_tokens(x)
         if context.conv_size not in (None, self.conv_size):
-            raise ValueError(
-                f"cp_context: got one for {context.conv_size} taps, wanted the layer's conv_size = {self.conv_size}"
+            raise wrong(
+                "cp_context", f"one for {context.conv_size} taps", f"for the layer's conv_size = {self.conv_size}"
             )
         return context
 
@@ -432,51 +438,29 @@ class KimiDeltaAttention(nn.Module):
 
     def _check_inputs(self, x: Tensor, cache: KdaCache | None, cu_seqlens: Tensor | None) -> None:
         if not isinstance(x, Tensor):
-            raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
+            raise mistyped("x", x, "a torch.Tensor")
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x: got shape {list(x.shape)}, wanted [B, T, {self.hidden_size}]")
+            raise wrong("x", f"shape {list(x.shape)}", f"[B, T, {self.hidden_size}]")
         if cu_seqlens is not None:
             check_offsets(cu_seqlens)
         if cache is not None and not (isinstance(cache, KdaCache) and isinstance(cache.conv, Tensor)):
-            raise TypeError(f"cache: got {type(cache).__name__}, wanted a KdaCache of tensors")
-
-    def _check_cache(self, x: Tensor, cache: KdaCache, cu_seqlens: Tensor | None, share: Share) -> None:
-        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        wanted = (sequences, share.heads(sum(self.conv_channels)), self.conv_size - 1)
-        if tuple(cache.conv.shape) != wanted:
-            raise ValueError(f"cache: got conv of shape {list(cache.conv.shape)}, wanted {list(wanted)}")
+            raise mistyped("cache", cache, "a KdaCache of tensors")
 
     def _check_pool(
-        self,
-        x: Tensor,
-        cache: KdaCache | None,
-        return_cache: bool,
-        cu_seqlens: Tensor | None,
-        pool: KdaPool | None,
-        slots: Tensor | None,
-        share: Share,
+        self, x: Tensor, others: dict[str, object], pool: Any, slots: Any, sequences: int, share: Share
     ) -> None:
         if not isinstance(pool, KdaPool):
-            raise TypeError(
-                f"pool: got {type(pool).__name__}, wanted a KdaPool (slots and has_initial_state are of one)"
-            )
+            raise TypeError(f"pool must be a KdaPool, with which slots and flags come; got {type(pool).__name__}")
         if not isinstance(slots, Tensor):
-            raise TypeError(f"slots: got {type(slots).__name__}, wanted a torch.Tensor of slots of the pool")
-        if cache is not None or return_cache:
-            raise ValueError("pool: got one with a cache, wanted one of the two")
+            raise mistyped("slots", slots, "a torch.Tensor of slots of the pool")
+        if (given := _first_given(others)) is not None:
+            raise ValueError(f"pool must come without a cache; got {given}, too")
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
-            raise ValueError("pool: got one with gradients, wanted torch.no_grad() (it is updated in place)")
-        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            raise ValueError("pool must come under torch.no_grad(), as it is updated in place; got gradients")
         if tuple(slots.shape) != (sequences,):
-            raise ValueError(f"slots: got shape {list(slots.shape)}, wanted one a sequence = [{sequences}]")
-        wanted = {
-            "conv": (pool.state.shape[0], share.heads(sum(self.conv_channels)), self.conv_size - 1),
-            "state": (pool.state.shape[0], share.heads(self.num_v_heads), self.head_v_dim, self.head_dim),
-        }
-        for name, shape in wanted.items():
-            found = tuple(getattr(pool, name).shape)
-            if found != shape:
-                raise ValueError(f"pool: got {name} of shape {list(found)}, wanted {list(shape)}")
+            raise wrong("slots", f"shape {list(slots.shape)}", f"one per sequence = [{sequences}]")
+        count = pool.state.shape[0]
+        _check_shapes("pool", pool, {"conv": self._windows(count, share), "state": self._states(count, share)})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiDeltaAttention:
         """Moves and casts as any module does, but leaves `A_log` and `dt_bias` in float32, unrounded."""
@@ -503,6 +487,13 @@ class KimiDeltaAttention(nn.Module):
         self.mark_parameters()  # copies of parameters have no marks
 
 
+def zero_strays(o: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Zeros in the rows of `o [1, T, HV, V]` that belong to no sequence: times a gradient of zero, a NaN there would reach the
+    weights behind."""
+    covered = torch.arange(o.shape[1], device=o.device) < cu_seqlens[-1]
+    return torch.where(covered[:, None, None], o, 0.0)
+
+
 def _low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
 
@@ -512,6 +503,18 @@ def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight if weight.dtype in (torch.float32, dtype) and dtype != torch.float64 else weight.to(dtype)
 
 
-def _check_one_of(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, wanted one of {allowed}")
+def _check_one_of(allowed: Sequence[object], **values: object) -> None:
+    for name, value in values.items():
+        if value not in allowed:
+            raise wrong(name, repr(value), f"one of {(*allowed,)}")
+
+
+def _first_given(others: dict[str, object]) -> str | None:
+    return next((name for name, value in others.items() if value is not None), None)
+
+
+def _check_shapes(name: str, found: KdaCache | KdaPool, wanted: dict[str, tuple[int, ...]]) -> None:
+    for part, shape in wanted.items():
+        x = getattr(found, part)
+        if tuple(x.shape) != shape:
+            raise wrong(f"{name}.{part}", f"shape {list(x.shape)}", f"of shape {list(shape)}")

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..problem.errors import wrong
 from .attention import KdaCache, KdaPool, KimiDeltaAttention
 
 VOCABULARY = "\n" + " " + string.digits + string.ascii_letters + string.punctuation
@@ -28,10 +29,10 @@ _TOKENS = {character: token for token, character in enumerate(VOCABULARY)}
 _CONFIG_KEY = "flashdelta.language_model"
 
 Caches = tuple[KdaCache, ...]
-"""One `KdaCache` a layer."""
+"""One `KdaCache` per layer."""
 
 Pools = tuple[KdaPool, ...]
-"""One `KdaPool` a layer."""
+"""One `KdaPool` per layer."""
 
 
 def encode(text: str, name: str = "text") -> Tensor:
@@ -42,7 +43,7 @@ def encode(text: str, name: str = "text") -> Tensor:
     """
     unknown = sorted(set(text) - _TOKENS.keys())
     if unknown:
-        raise ValueError(f"{name}: got {''.join(unknown)!r}, wanted printable ASCII characters and newlines")
+        raise wrong(name, repr("".join(unknown)), "printable ASCII characters and newlines")
     return torch.tensor([_TOKENS[character] for character in text], dtype=torch.int64)
 
 
@@ -171,12 +172,12 @@ class KdaLanguageModel(nn.Module):
             `(logits [B, T, len(VOCABULARY)], caches or None)`, the logits in the model's dtype.
 
         Raises:
-            ValueError: `tokens` that are not `[B, T]`, or not one cache a layer.
+            ValueError: `tokens` that are not `[B, T]`, or not one cache per layer.
         """
         if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens: got shape {list(tokens.shape)}, wanted [B, T] with T >= 1")
+            raise wrong("tokens", f"shape {list(tokens.shape)}", "[B, T] with T >= 1")
         if caches is not None and len(caches) != len(self.blocks):
-            raise ValueError(f"caches: got {len(caches)}, wanted one a layer = {len(self.blocks)}")
+            raise wrong("caches", len(caches), f"one per layer = {len(self.blocks)}")
         x = self.embedding(tokens)
         after = []
         nothing = [None] * len(self.blocks)
@@ -196,7 +197,7 @@ class KdaLanguageModel(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Writes on, a token a step, without end.
+        """Writes on, one token per step, without end.
 
         Args:
             logits: `[B, len(VOCABULARY)]` after the last token so far.
@@ -211,7 +212,7 @@ class KdaLanguageModel(nn.Module):
             ValueError: a negative temperature.
         """
         if temperature < 0:
-            raise ValueError(f"temperature: got {temperature}, wanted at least 0")
+            raise wrong("temperature", temperature, "at least 0")
         while True:
             token = sample(logits, temperature, generator)
             out, caches = self(token[:, None], caches, return_caches=True)
@@ -272,7 +273,7 @@ def load_model(
     from safetensors import safe_open
 
     if not Path(path).is_file():
-        raise FileNotFoundError(f"path: got {str(path)!r}, wanted a file that save_model wrote")
+        raise FileNotFoundError(f"path must be a file that save_model wrote; got {str(path)!r}")
     with safe_open(str(path), framework="pt") as file:
         config = _read_config(path, file.metadata() or {})
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -283,9 +284,9 @@ def load_model(
 
 def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelConfig:
     if _CONFIG_KEY not in metadata:
-        raise ValueError(f"path: got {str(path)!r} without a model's shape, wanted a file that save_model wrote")
+        raise wrong("path", f"{str(path)!r} without a model's shape", "a file that save_model wrote")
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
     if values.keys() != names:
-        raise ValueError(f"path: got a model with the fields {sorted(values)}, wanted {sorted(names)}")
+        raise wrong("path", f"one with the fields {sorted(values)}", f"a model with the fields {sorted(names)}")
     return LanguageModelConfig(**values)

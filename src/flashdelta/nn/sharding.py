@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..problem.errors import wrong
 from .attention import KimiDeltaAttention
 
 if TYPE_CHECKING:
@@ -50,14 +51,12 @@ def shard_attention(
 
     layers = [x for x in module.modules() if isinstance(x, KimiDeltaAttention)]
     if not layers:
-        raise ValueError(f"module: got {type(module).__name__} without a KimiDeltaAttention, wanted one or more")
+        raise wrong("module", type(module).__name__, "or hold a KimiDeltaAttention")
     for layer in layers:
         narrow = next((name for name, x in layer.named_parameters() if x.dtype != torch.float32), None)
         if narrow is not None:
-            dtype = layer.get_parameter(narrow).dtype
-            raise ValueError(
-                f"module: got {narrow} in {dtype}, wanted torch.float32 (param_dtype is for the projections)"
-            )
+            got = f"{narrow} in {layer.get_parameter(narrow).dtype}"
+            raise wrong("module", got, "in torch.float32 (param_dtype is for the projections)")
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
         fully_shard(list(layer.children()), mp_policy=policy, **options)

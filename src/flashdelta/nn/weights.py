@@ -13,13 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..problem.errors import wrong
 from .attention import KimiDeltaAttention
 
 Form = Literal["fla", "transformers", "checkpoint"]
 FORMS: tuple[Form, ...] = ("fla", "transformers", "checkpoint")
 
 SAME = (*(f"{x}_proj.weight" for x in "qkvbo"),)
-"""What has one name everywhere."""
+"""Names that are the same everywhere."""
 
 LOW_RANK = {f"{x}_proj.{i}": f"{x}_{letter}_proj" for x in "fg" for i, letter in enumerate("ab")}
 """FLA's and this package's names of the low-rank projections, and those of the others."""
@@ -58,22 +59,22 @@ def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif module in names and kind in parts:
             found[f"{names[module]}.{kind}"] = x
         else:
-            raise ValueError(f"weights: got {name!r}, wanted the names of a Kimi Delta Attention layer")
+            raise wrong("weights", repr(name), "by the names of a Kimi Delta Attention layer")
     for kind, by_module in parts.items():
         if by_module:
             found[f"conv_{kind}"] = _convolution(by_module)
     missing = {*SAME, "conv_weight", "o_norm", *(f"{x}.weight" for x in LOW_RANK)} - found.keys()
     if missing:
-        raise ValueError(f"weights: got none for {', '.join(sorted(missing))}, wanted all of a layer's")
+        raise wrong("weights", f"none for {', '.join(sorted(missing))}", "all of a layer's")
     return found
 
 
 def _convolution(by_module: Mapping[str, Tensor]) -> Tensor:
-    """Of q, k and v side by side: `[D, W]`, or a bias `[D]`."""
+    """Filters of q, k and v side by side, `[D, W]`, or their bias `[D]`."""
     modules = ("conv1d",) if "conv1d" in by_module else CONVOLUTIONS
     missing = [module for module in modules if module not in by_module]
     if missing or len(modules) != len(by_module):
-        raise ValueError(f"weights: got convolutions {sorted(by_module)}, wanted conv1d or {', '.join(CONVOLUTIONS)}")
+        raise wrong("weights", f"convolutions {sorted(by_module)}", f"of conv1d or {', '.join(CONVOLUTIONS)}")
     x = torch.cat([by_module[module] for module in modules])
     return x.squeeze(1) if x.dim() == 3 else x
 
@@ -87,7 +88,7 @@ def export_weights(layer: KimiDeltaAttention, form: Form) -> dict[str, Tensor]:
         ValueError: another form.
     """
     if form not in FORMS:
-        raise ValueError(f"form: got {form!r}, wanted one of {FORMS}")
+        raise wrong("form", repr(form), f"one of {FORMS}")
     found: dict[str, Tensor] = {}
     for name, x in layer.state_dict().items():
         module, _, kind = name.rpartition(".")

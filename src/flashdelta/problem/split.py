@@ -95,18 +95,14 @@ def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invar
     return min(bound, max(chunks, N) + N)
 
 
-NO_COSTS = SplitCosts(step=1, transition=1, compose=1, fixed=1)
-"""Where splits were not measured. Only a forced one is done there, which weighs nothing."""
-
-
-def splits(problem: Problem, costs: SplitCosts) -> bool:
+def splits(problem: Problem) -> bool:
     """Whether sequences of the call may be split."""
-    return problem.split > 1 or (problem.split == AUTO and costs is not NO_COSTS)
+    return problem.split > 1 or problem.split == AUTO
 
 
 def planned_parts(problem: Problem, chunks: torch.Tensor, room: int, costs: SplitCosts) -> torch.Tensor:
     """`parts_of_sequences` of a call."""
-    if not splits(problem, costs):
+    if not splits(problem):
         return torch.ones_like(chunks)
     return parts_of_sequences(chunks, room, costs, problem.split, problem.batch_invariant)
 
@@ -169,7 +165,7 @@ def walk(offsets: list[int], chunk_size: int) -> tuple[int, tuple[int, int] | No
 def segments_of_call(problem: Problem, room: int, costs: SplitCosts) -> int:
     """A bound on the segments of a call that may be split, 0 for one that is not. Without lengths on the host: if one sequence
     had all the tokens of a packed batch, and still were not split, no other batch of as many tokens is."""
-    if not splits(problem, costs) or problem.N == 0:
+    if not splits(problem) or problem.N == 0:
         return 0
     if problem.split == AUTO:
         longest, together = problem.slots, problem.B * problem.slots

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +15,35 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
+_target = contextvars.ContextVar[torch.device | None]("_target", default=None)
 
-@functools.cache
+
+@contextlib.contextmanager
+def compiling_for(device: torch.device) -> Iterator[None]:
+    """Builds launches of tensors without memory, on the meta device, as for this GPU, which is made the current one."""
+    with torch.cuda.device(device):
+        token = _target.set(torch.device("cuda", torch.cuda.current_device()))
+        try:
+            yield
+        finally:
+            _target.reset(token)
+
+
 def capability(device: torch.device) -> int:
     """As one number, e.g. 90. The interpreter on the CPU takes the oldest supported GPU's tables."""
-    if device.type != "cuda":
-        return 80
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    found = _properties(_target.get() if device.type == "meta" else device)
+    return 80 if found is None else 10 * found.major + found.minor
+
+
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors. Off a GPU, where kernels are only compiled or interpreted, those of an H200."""
+    found = _properties(_target.get() if device.type == "meta" else device)
+    return 132 if found is None else found.multi_processor_count
 
 
 @functools.cache
-def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors. Off a GPU, where kernels are only compiled or interpreted, those of an H200."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _properties(device: torch.device | None) -> Any:
+    return torch.cuda.get_device_properties(device) if device is not None and device.type == "cuda" else None
 
 
 REGISTERS = 65536
@@ -88,6 +103,15 @@ class Launch:
         else:
             start(compiled, device, (self.ctas, self.rows, 1), (*self.arguments, *self.constants.values()))
         return compiled
+
+    def compile(self) -> None:
+        """Compiles the kernel and loads its machine code; launches nothing."""
+        if self.ctas <= 0:
+            return
+        key = self._key(current_device())
+        if key not in _compiled:
+            _compiled[key] = self.kernel.warmup(*self.arguments, grid=(1,), **self.constants, **self.options())
+            kernel_call(_compiled[key], (1, 1, 1), ())
 
     def _key(self, device: int) -> tuple:
         options = (self.num_warps, self.max_registers, self.overlaps)

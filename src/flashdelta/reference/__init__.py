@@ -17,22 +17,8 @@ from .fused_decode import fused_kda_decode
 from .norm import gated_rms_norm
 from .prefill import prefill
 from .recurrent import recurrent_kda
-from .rounding import rounding_error
-from .states import writing
+from .states import without_null, writing
 from .wy import chunk_bwd_wy_dqkg
-
-__all__ = [
-    "chunk_bwd_wy_dqkg",
-    "chunk_kda",
-    "commit",
-    "decode_kda",
-    "fused_kda_decode",
-    "gated_rms_norm",
-    "prefill",
-    "recurrent_kda",
-    "rounding_error",
-    "short_convolution",
-]
 
 
 class Computation:
@@ -45,7 +31,7 @@ class Computation:
 
     def run(self, record: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
         with _full_precision(self.t.device):
-            return self.function(self.problem, self.t)
+            return self.function(self.problem, without_null(self.problem, self.t))
 
 
 def _full_precision(device: torch.device) -> contextlib.AbstractContextManager:

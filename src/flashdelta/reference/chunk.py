@@ -23,17 +23,15 @@ from dataclasses import dataclass
 import torch
 
 from ..problem.problem import Problem, Tensors
-from ..problem.split import NO_COSTS, planned_parts
 from . import parallel
 from .gate import elementwise_inputs
 from .sequences import ChunkSlots, chunk_slots, lengths_of
-from .split import Transition, cut, identity, starts
-from .states import states_in, states_out, store_checkpoints, store_final
+from .states import states_in, states_out, store, store_final
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` leaves for `recurrence` and `output`, by chunk slot, batch row and value head.
+    """Tiles that `prepare` leaves for `recurrence` and `output`, by chunk slot, batch row and value head.
 
     `w, qg, kg [S, B, HV, C, K]`; `inverse, Aqk [S, B, HV, C, C]`; `decay [S, B, HV, K]`.
     """
@@ -102,59 +100,29 @@ def recur(p: Prepared, v: torch.Tensor, S: torch.Tensor) -> tuple[torch.Tensor, 
     return v_new, p.decay[..., None] * S + p.kg.transpose(-1, -2) @ v_new
 
 
-def segment_transition(prepared: Sequence[Prepared], v: torch.Tensor) -> Transition:
-    """`S -> M S + b`, from the state before some chunks (one or more) to the state after; `v [chunks, 1, HV, C, V]`."""
-    K = prepared[0].w.shape[-1]
-    none = identity(v.shape[2], K, v.shape[4], v)
-    M, b = none.M[None], none.b[None]
-    for p, v_chunk in zip(prepared, v):
-        # the columns of M are states that no value writes to
-        _, M = recur(p, v_chunk.new_zeros(*v_chunk.shape[:-1], K), M)
-        _, b = recur(p, v_chunk, b)
-    return Transition(M[0], b[0])
-
-
-def segment_starts(
-    slots: ChunkSlots, parts: torch.Tensor, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
-) -> dict[int, torch.Tensor]:
-    """The state `[1, HV, K, V]` before each segment that has chunks, by its first chunk slot."""
-    segments = cut(slots.opening, slots.chunks, parts)
-    runs = [slice(*run) for run in zip(segments.first.tolist(), segments.stop.tolist())]
-    none = identity(*initial.shape[1:], v)
-    transitions = [segment_transition(prepared[run], v[run]) if run.stop > run.start else none for run in runs]
-    states = starts(segments, transitions, initial)
-    return {run.start: state[None] for run, state in zip(runs, states) if run.stop > run.start}
-
-
 def before_rank(
     problem: Problem, t: Tensors, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
 ) -> torch.Tensor:
     """The initial states, with those that come from the ranks before."""
-    transitions, known = [], parallel.started_here(problem, t, initial)
+    packets, known = [], parallel.started_here(problem, t, initial)
     for n in parallel.outgoing(problem, t):
-        run = identity(*initial.shape[1:], v)
+        M, b = parallel.identity(*initial.shape[1:], v)
         if prepared:
             slots = chunk_slots(problem, t)
-            first = int(slots.opening[n])
-            chunks = slice(first, first + int(slots.chunks[n]))
-            run = segment_transition(prepared[chunks], v[chunks])
+            chunks = slice(int(slots.opening[n]), int(slots.opening[n] + slots.chunks[n]))
+            for p, v_chunk in zip(prepared[chunks], v[chunks, 0]):
+                M, b = (recur(p, values, S)[1][0] for values, S in ((torch.zeros_like(p.w), M), (v_chunk, b)))
         # where the sequence starts here, b is the state after it
-        transitions.append(Transition(run.M, run(known[n])))
-    return parallel.carried(problem, t, parallel.exchange(problem, t, transitions, initial), initial)
+        packets.append((M, M @ known[n] + b))
+    return parallel.carried(problem, t, parallel.exchange(problem, t, packets, initial), initial)
 
 
-def chunk_kda(
-    problem: Problem, t: Tensors, parts: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def chunk_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
-    states go there, and the states at checkpoints there or to a buffer of their own. `parts [N]`: how many segments each
-    sequence is cut into (`split.py`)."""
+    states go there, and the states at checkpoints there or to a buffer of their own."""
     C, empty = problem.chunk_size, problem.T == 0 or problem.N == 0
-    cuts = problem.packed or problem.checkpoints > 0 or problem.split > 1 or parts is not None
-    cuts = cuts or problem.ranks > 1
+    cuts = problem.packed or problem.checkpoints > 0 or problem.ranks > 1
     slots = chunk_slots(problem, t) if cuts and not empty else None
-    if problem.split > 1 and not empty:
-        parts = planned_parts(problem, slots.chunks, 1, NO_COSTS)
     q, k, v, g, beta = elementwise_inputs(problem, t)
     initial = states_in(problem, t)
     q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))
@@ -163,15 +131,10 @@ def chunk_kda(
     if problem.ranks > 1:
         prepared = list(prepared)
         initial = before_rank(problem, t, prepared, v, initial)
-    opened: dict[int, torch.Tensor] = {}
-    if parts is not None and not empty:
-        prepared = list(prepared)
-        opened = segment_starts(slots, parts, prepared, v, initial)
     before, after, outputs = [], [], []
     for i, p in enumerate(prepared):
         if slots is not None:
             S = torch.where(slots.first[i], initial[slots.sequence[i]][None], S)
-        S = opened.get(i, S)
         before.append(S)
         v_new, new = recur(p, v[i], S)
         outputs.append(p.qg @ S + p.Aqk @ v_new)
@@ -188,9 +151,11 @@ def chunk_kda(
         last = states[slots.last]
         if problem.checkpoints > 0:
             reached = states[slots.reached].flatten(0, 1)
-            store_checkpoints(problem, t, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
+            buffer = t.state_pool if t.checkpoint_states is None else t.checkpoint_states
+            store(problem, buffer, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
     if problem.checkpoint_every > 0 and not empty:
-        store_checkpoints(problem, t, *regular_checkpoints(problem, t, slots), torch.stack(before).flatten(0, 1))
+        rows = regular_checkpoints(problem, t, slots)
+        store(problem, t.checkpoint_states, *rows, torch.stack(before).flatten(0, 1))
     if problem.has_pool:
         store_final(problem, t, last)
     final = states_out(problem, last, problem.final_dtype) if problem.output_final_state else None
@@ -205,8 +170,8 @@ def chunk_kda(
 
 
 def regular_checkpoints(problem: Problem, t: Tensors, slots: ChunkSlots | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every chunk slot, and batch row: the row of `checkpoint_states` for the state before its chunk, and whether it goes
-    there. A sequence's rows lie one after another, and so do the sequences'."""
+    """The row of `checkpoint_states` for the state before the chunk of every slot, and batch row; and whether it goes there. A
+    sequence's rows lie one after another, and so do the sequences'."""
     each = problem.checkpoint_every // problem.chunk_size
     rows = (lengths_of(problem, t) + problem.checkpoint_every - 1) // problem.checkpoint_every
     before = rows.cumsum(0) - rows

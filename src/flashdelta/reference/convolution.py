@@ -8,15 +8,13 @@ sequence holds its last `L` inputs. Never waits for a device.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from ..problem.problem import Problem, Tensors
 from .gate import compute_dtype
 from .norm import ACTIVATIONS
 from .sequences import offsets_of
-from .states import gathered, named_slots, store_rows
+from .states import gathered, store_rows
 
 
 def short_convolution(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
@@ -49,7 +47,7 @@ def short_convolution(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch
     final = torch.stack(last, dim=-1).to(problem.final_dtype)
     if problem.has_pool:
         assert t.state_pool is not None and t.state_indices is not None
-        store_rows(problem, t.state_pool, t.state_indices, lengths > 0, final)
+        store_rows(t.state_pool, t.state_indices, lengths > 0, final)
         return o, None, None
     return o, final, None
 
@@ -80,16 +78,14 @@ def _store_checkpoints(
         stored = (offset > 0) & (offset <= lengths[n])
         offset = torch.where(stored, offset, 0)
     found = torch.stack([_inputs(x, states, begins, n, offset - L + j) for j in range(L)], dim=-1)
-    store_rows(replace(problem, null_index="negative"), buffer, row, stored, found.to(buffer.dtype))
+    store_rows(buffer, row, stored, found.to(buffer.dtype))
 
 
 def _initial(problem: Problem, t: Tensors, dtype: torch.dtype) -> torch.Tensor:
     """`[N + 1, D, L]`: the last one is of no sequence."""
     state = t.initial_state
     if t.state_pool is not None and t.state_indices is not None:
-        named = named_slots(problem, t.state_indices, t.state_pool)[1]
-        read = named if t.has_initial_state is None else named & t.has_initial_state
-        state = gathered(problem, t.state_pool, t.state_indices, read)
+        state = gathered(t.state_pool, t.state_indices, t.has_initial_state)
     one = t.x.new_zeros(1, problem.D, problem.state_length, dtype=dtype)
     return one.expand(problem.N + 1, -1, -1) if state is None else torch.cat([state.to(dtype), one])
 
@@ -97,7 +93,7 @@ def _initial(problem: Problem, t: Tensors, dtype: torch.dtype) -> torch.Tensor:
 def _inputs(
     x: torch.Tensor, states: torch.Tensor, begins: torch.Tensor, n: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """Of sequences `n` the inputs at these positions, `[.., D]`; those below 0 are the states'."""
+    """Inputs of sequences `n` at these positions, `[.., D]`; those below 0 are the states'."""
     first = torch.cat([begins, begins.new_zeros(1)])[n]
     at, L = (first + position).clamp(0, x.shape[0] - 1), states.shape[2]
     return torch.where((position >= 0)[:, None], x[at], states[n, :, (L + position).clamp(0, L - 1)])

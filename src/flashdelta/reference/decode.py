@@ -13,8 +13,6 @@ and never waits for one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 
 from ..problem.problem import Problem, Tensors, record_counts
@@ -23,29 +21,21 @@ from .sequences import few_tokens, offsets_of
 from .states import from_layout, gathered, named_slots, states_in, states_out, store, store_rows
 
 
-@dataclass(frozen=True)
-class Starts:
-    """Where sequences start: `states [N, HV, K, V]`, whether there is one (`live [N]`), the `index [N]` it was read at, and the
-    `rule` by which an index is null."""
-
-    states: torch.Tensor
-    live: torch.Tensor
-    index: torch.Tensor
-    rule: Problem
-
-
 def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """`(o [B, T, HV, V], final_state or None, None)`; states go to the pool or to `intermediate_states`."""
     q, k, v, g, beta = (x.flatten(0, 1) for x in elementwise_inputs(problem, t))  # [B * T, ...]
     decay = g.exp()
     begins, lengths = offsets_of(problem, t)[:-1], few_tokens(problem, t)
-    starts = _starts(problem, t)
-    S, outputs = starts.states, []
+    S, live, index = _starts(problem, t)
+    rows = index if t.intermediate_indices is None else t.intermediate_indices
+    outputs = []
     if problem.has_records:
-        _record_counts(problem, t, starts, lengths)
+        counts = record_counts(problem, t.intermediate_states)
+        values = lengths.to(counts.dtype)[:, None, None].expand(-1, *counts.shape[1:])
+        store_rows(counts, rows, live, values)
     for i in range(min(problem.T, problem.most_tokens) if problem.N > 0 else 0):
         at = (begins + i).clamp(max=len(v) - 1)  # [N]
-        inside = starts.live & (i < lengths)
+        inside = live & (i < lengths)
         decayed = decay[at][..., None] * S
         correction = beta[at][..., None] * (v[at] - torch.einsum("nhk,nhkv->nhv", k[at], decayed))
         updated = decayed + k[at][..., None] * correction[:, :, None, :]
@@ -53,79 +43,35 @@ def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor
         o = torch.einsum("nhk,nhkv->nhv", q[at], S)
         outputs.append(torch.where(inside[:, None, None], o, 0.0))
         if problem.has_records:
-            _record(problem, t, starts, i, inside, (decay[at], k[at], correction))
+            for part, x in zip(record_parts(problem, t.intermediate_states[:, i]), (decay[at], k[at], correction)):
+                store_rows(part, rows, inside, x.to(part.dtype))
+        elif problem.stores_each_state and problem.update_state:
+            store(problem, t.state_pool, t.state_indices[:, i], inside, S)
         elif problem.stores_each_state:
-            _store_after(problem, t, starts, i, inside, S)
+            store(problem, t.intermediate_states[:, i], rows, inside, S)
     if problem.has_pool and problem.update_state and not problem.stores_each_state:
-        rule, index = own_slots(problem, t) if t.state_indices is None else (problem, t.state_indices)
-        store(rule, t.state_pool, index, starts.live & (lengths > 0), S)
+        own = torch.arange(problem.N, device=S.device) if t.state_indices is None else t.state_indices
+        store(problem, t.state_pool, own, live & (lengths > 0), S)
     final = states_out(problem, S, problem.state_dtype) if problem.output_final_state else None
     return _by_token(problem, t, begins, lengths, outputs).to(problem.output_dtype), final, None
 
 
-def own_slots(problem: Problem, t: Tensors) -> tuple[Problem, torch.Tensor]:
-    """Slot `n` for sequence `n`, and a rule by which none of them is null."""
-    return replace(problem, null_index="negative"), torch.arange(problem.N, device=t.v.device)
-
-
-def any_row(problem: Problem) -> Problem:
-    """A rule by which rows of a scratch buffer are null only below 0."""
-    return replace(problem, null_index="negative")
-
-
-def _starts(problem: Problem, t: Tensors) -> Starts:
-    everywhere = torch.ones(problem.N, dtype=torch.bool, device=t.v.device)
-    if t.source_pool is not None:
-        pool, index = t.source_pool, t.source_indices
-        live = named_slots(problem, index, pool)[1]
-        if problem.update_state and t.state_indices is not None:
-            first = t.state_indices if t.state_indices.dim() == 1 else t.state_indices[:, 0]
-            live = live & named_slots(problem, first, t.state_pool)[1]
-    elif t.state_indices is not None:
-        pool, index, known = t.state_pool, t.state_indices, everywhere
-        if index.dim() == 2:
-            accepted = everywhere.long() if t.num_accepted_tokens is None else t.num_accepted_tokens.long()
-            known = (accepted >= 1) & (accepted <= problem.most_tokens)
-            index = index.gather(1, torch.where(known, accepted - 1, 0)[:, None])[:, 0]
-        live = known & named_slots(problem, index, pool)[1]
-    else:
+def _starts(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The states `[N, HV, K, V]` where sequences start, whether there is one `[N]`, and the index `[N]` it was read at."""
+    live = torch.ones(problem.N, dtype=torch.bool, device=t.v.device)
+    if t.source_pool is None and t.state_indices is None:
         states = states_in(problem, t) if t.state_pool is None else from_layout(problem, t.state_pool)
-        rule, own = own_slots(problem, t)
-        return Starts(states, everywhere, own, rule)
-    return Starts(from_layout(problem, gathered(problem, pool, index, live)), live, index, problem)
-
-
-def _store_after(problem: Problem, t: Tensors, starts: Starts, i: int, inside: torch.Tensor, S: torch.Tensor) -> None:
-    """Stores the states after the `i`-th token of the sequences that have one."""
-    if problem.update_state:
-        store(problem, t.state_pool, t.state_indices[:, i], inside, S)
-    else:
-        rule, rows = _row(problem, t, starts)
-        store(rule, t.intermediate_states[:, i], rows, inside, S)
-
-
-def _row(problem: Problem, t: Tensors, starts: Starts) -> tuple[Problem, torch.Tensor]:
-    """The rows of `intermediate_states`, and the rule by which they are null."""
-    if t.intermediate_indices is not None:
-        return any_row(problem), t.intermediate_indices
-    return starts.rule, starts.index
-
-
-def _record_counts(problem: Problem, t: Tensors, starts: Starts, lengths: torch.Tensor) -> None:
-    """How many tokens of each sequence its row will hold."""
-    counts = record_counts(problem, t.intermediate_states)
-    values = lengths.to(counts.dtype)[:, None, None].expand(-1, *counts.shape[1:])
-    rule, rows = _row(problem, t, starts)
-    store_rows(rule, counts, rows, starts.live, values)
-
-
-def _record(
-    problem: Problem, t: Tensors, starts: Starts, i: int, inside: torch.Tensor, token: tuple[torch.Tensor, ...]
-) -> None:
-    """Stores what the `i`-th token changes: `exp(g)`, `k` and `v_new`."""
-    rule, rows = _row(problem, t, starts)
-    for part, values in zip(record_parts(problem, t.intermediate_states[:, i]), token):
-        store_rows(rule, part, rows, inside, values.to(part.dtype))
+        return states, live, torch.arange(problem.N, device=t.v.device)
+    pool, index = (t.state_pool, t.state_indices) if t.source_pool is None else (t.source_pool, t.source_indices)
+    if t.source_pool is not None and problem.update_state and t.state_indices is not None:
+        first = t.state_indices if t.state_indices.dim() == 1 else t.state_indices[:, 0]
+        live = named_slots(first, t.state_pool)[1]
+    if index.dim() == 2:
+        accepted = live.long() if t.num_accepted_tokens is None else t.num_accepted_tokens.long()
+        live = (accepted >= 1) & (accepted <= problem.most_tokens)
+        index = index.gather(1, torch.where(live, accepted - 1, 0)[:, None])[:, 0]
+    live = live & named_slots(index, pool)[1]
+    return from_layout(problem, gathered(pool, index, live)), live, index
 
 
 def record_parts(problem: Problem, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -154,22 +100,21 @@ def commit(problem: Problem, t: Tensors) -> dict[str, torch.Tensor]:
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()
     if problem.rows == 0 or states.shape[1] == 0:
         return {}
-    own = t.intermediate_indices is not None
-    rule, rows = (any_row(problem), t.intermediate_indices) if own else (problem, t.state_indices)
-    row, named = named_slots(rule, rows, states)
+    rows = t.state_indices if t.intermediate_indices is None else t.intermediate_indices
+    row, named = named_slots(rows, states)
     known = named & (accepted >= 1) & (accepted <= problem.most_tokens)
-    if problem.has_records:
-        counts = record_counts(problem, states)
-        known &= accepted <= counts[row].flatten(1).amin(1)
-        verified = named & named_slots(problem, t.state_indices, t.state_pool)[1]
-        S = from_layout(problem, gathered(problem, t.state_pool, t.state_indices, known))
-        for i in range(problem.most_tokens):
-            decay, k, v_new = record_parts(problem, states[row, i])
-            updated = decay[..., None] * S + k[..., None] * v_new[..., None, :]
-            S = torch.where((i < accepted)[:, None, None, None], updated, S)
-        store(problem, t.state_pool, t.state_indices, known, S)
-        store_rows(rule, counts, rows, verified, torch.zeros_like(counts[row]))
+    if not problem.has_records:
+        values = states[row, (accepted - 1).clamp(0, problem.most_tokens - 1)]
+        store_rows(t.state_pool, t.state_indices, known, values)
         return {}
-    values = states[row, (accepted - 1).clamp(0, problem.most_tokens - 1)]
-    store_rows(problem, t.state_pool, t.state_indices, known, values)
+    counts = record_counts(problem, states)
+    known &= accepted <= counts[row].flatten(1).amin(1)
+    verified = named & named_slots(t.state_indices, t.state_pool)[1]
+    S = from_layout(problem, gathered(t.state_pool, t.state_indices, known))
+    for i in range(problem.most_tokens):
+        decay, k, v_new = record_parts(problem, states[row, i])
+        updated = decay[..., None] * S + k[..., None] * v_new[..., None, :]
+        S = torch.where((i < accepted)[:, None, None, None], updated, S)
+    store(problem, t.state_pool, t.state_indices, known, S)
+    store_rows(counts, rows, verified, torch.zeros_like(counts[row]))
     return {}

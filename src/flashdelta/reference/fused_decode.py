@@ -50,7 +50,7 @@ def fused_kda_decode(problem: Problem, t: Tensors) -> tuple[Tensor, None, None]:
 
 
 def _sequences(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Which sequences are not null, the index of the slot of their window, and the place where that begins."""
+    """Finds which sequences are not null, the index of the slot of their window, and the place where that begins."""
     index = t.state_indices
     count = torch.ones_like(index[:, 0] if index.dim() == 2 else index)
     count = count if t.num_accepted_tokens is None else t.num_accepted_tokens
@@ -59,7 +59,7 @@ def _sequences(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     first = index if index.dim() == 1 else index[:, 0]
     start = index if index.dim() == 1 else index.gather(1, shift[:, None])[:, 0]
     for named in (first, start):
-        live = live & named_slots(problem, named, t.state_pool)[1]
+        live = live & named_slots(named, t.state_pool)[1]
     return live, first, shift
 
 
@@ -68,7 +68,7 @@ def _windows(problem: Problem, t: Tensors, live: Tensor, slot: Tensor, shift: Te
     pool, W = t.conv_state, problem.taps
     if pool.shape[0] == 0:
         return pool.new_zeros(len(slot), pool.shape[1], W - 1)
-    rows = pool[named_slots(problem, slot, pool)[0]]
+    rows = pool[named_slots(slot, pool)[0]]
     place = shift[:, None, None] + torch.arange(W - 1, device=pool.device)
     return torch.where(live[:, None, None], rows.gather(2, place.expand(-1, pool.shape[1], -1)), 0.0)
 
@@ -79,9 +79,9 @@ def _roll(problem: Problem, t: Tensors, live: Tensor, slot: Tensor, history: Ten
     if pool.shape[0] == 0 or len(slot) == 0 or len(x) == 0:
         return
     begins, lengths = offsets_of(problem, t)[:-1], few_tokens(problem, t)
-    after = pool[named_slots(problem, slot, pool)[0]]
+    after = pool[named_slots(slot, pool)[0]]
     for place in range(min(pool.shape[2], W - 2 + problem.most_tokens)):
         i = place - (W - 2)
         value = x[(begins + i).clamp(0, len(x) - 1)] if i >= 0 else history[:, :, place + 1]
         after[:, :, place] = torch.where((i < lengths)[:, None], value.to(pool.dtype), after[:, :, place])
-    store_rows(problem, pool, slot, live & (lengths > 0), after)
+    store_rows(pool, slot, live & (lengths > 0), after)

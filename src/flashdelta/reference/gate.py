@@ -55,7 +55,7 @@ def l2_normalize(x: torch.Tensor) -> torch.Tensor:
 
 
 def without_strays(problem: Problem, t: Tensors) -> Tensors:
-    """With zeros for tokens of no sequence. They may hold anything, and a NaN there would reach the gradients of the gate's
+    """Puts zeros for tokens of no sequence. They may hold anything, and a NaN there would reach the gradients of the gate's
     parameters: zero times NaN is NaN."""
     if not problem.packed:
         return t

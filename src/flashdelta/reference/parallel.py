@@ -19,7 +19,6 @@ from ..parallel.border import FIRST_RANK, OPEN_IN, OPEN_OUT
 from ..parallel.exchange import exchange as exchange_packets
 from ..parallel.exchange import gather
 from ..problem.problem import Problem, Tensors
-from .split import Transition
 
 
 class _Gather(torch.autograd.Function):
@@ -59,10 +58,15 @@ def started_here(problem: Problem, t: Tensors, initial: Tensor) -> Tensor:
     return torch.where(others.view(-1, 1, 1, 1), initial, 0)
 
 
-def exchange(problem: Problem, t: Tensors, transitions: Sequence[Transition], initial: Tensor) -> Tensor:
-    """All packets, `Problem.packet_shape`; `transitions` are those of this rank's outgoing sequences."""
+def identity(HV: int, K: int, V: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """`M [HV, K, K]` and `b [HV, K, V]` of no tokens."""
+    return torch.eye(K, dtype=like.dtype, device=like.device).expand(HV, K, K), like.new_zeros(HV, K, V)
+
+
+def exchange(problem: Problem, t: Tensors, transitions: Sequence[tuple[Tensor, Tensor]], initial: Tensor) -> Tensor:
+    """All packets, `Problem.packet_shape`; `transitions` are `(M, b)` of this rank's outgoing sequences."""
     columns = problem.packet_shape[3]
-    rows = [torch.cat([one.M.mT, one.b.mT], dim=1)[:, -columns:] for one in transitions]
+    rows = [torch.cat([M.mT, b.mT], dim=1)[:, -columns:] for M, b in transitions]
     packet = torch.stack(rows) if rows else initial.new_zeros(problem.packet_shape[1:])
     # in every rank's graph, so that every rank joins the exchange of the gradients
     return _Gather.apply(packet + nothing(t.v).to(packet.dtype), problem)

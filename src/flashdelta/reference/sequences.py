@@ -41,8 +41,8 @@ class ChunkSlots:
 
 
 def offsets_of(problem: Problem, t: Tensors) -> torch.Tensor:
-    """Where each sequence begins and the last one ends, `[N + 1]`, in tokens of all batch rows one after another. Clamped to
-    the tensors, so that bad offsets can't read outside them."""
+    """Offsets where each sequence begins and the last one ends, `[N + 1]`, in tokens of all batch rows one after another.
+    Clamped to the tensors, so that bad offsets can't read outside them."""
     if t.cu_seqlens is None:
         return torch.arange(problem.N + 1, device=t.device) * problem.T
     return t.cu_seqlens.long().clamp(0, problem.T)
@@ -60,7 +60,7 @@ def few_tokens(problem: Problem, t: Tensors) -> torch.Tensor:
 
 
 def span_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> torch.Tensor:
-    """Where the spans of each sequence begin and the last one ends, in tokens from its start: `[N, M + 2]`."""
+    """Offsets where the spans of each sequence begin and the last one ends, in tokens from its start: `[N, M + 2]`."""
     cuts = [torch.zeros_like(length)]
     for offset in () if checkpoint_offsets is None else checkpoint_offsets.long().unbind(1):
         cuts.append(torch.minimum(torch.maximum(offset, cuts[-1]), length))
@@ -110,7 +110,7 @@ def chunk_slots(problem: Problem, t: Tensors) -> ChunkSlots:
 
 @dataclass(frozen=True)
 class TokenSequences:
-    """Of every token of a packed batch: the `sequence [T]` it belongs to, whether it is the `first [T]` of it, whether it
+    """Place of every token of a packed batch: the `sequence [T]` it belongs to, whether it is the `first [T]` of it, whether it
     belongs to one at all (`valid [T]`), and `ends [T]`: its sequence if it is the last token of it, else `N`."""
 
     sequence: torch.Tensor

@@ -1,14 +1,13 @@
 """States on their way in and out: rows of a tensor, or slots of a pool. Nothing here waits for a GPU.
 
-An index names a slot of the pool if it is not null (`Problem.lowest_index`) and not past the pool's end. A sequence without
-tokens stores nothing.
+An index names a slot of the pool if it is neither below 0 (`without_null`) nor past the pool's end. A sequence without tokens
+stores nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -18,43 +17,43 @@ from .parallel import outgoing
 from .sequences import lengths_of
 
 
-class NullRule(Protocol):
-    """Any problem of a call whose indices name slots."""
-
-    lowest_index: int
+def without_null(problem: Problem, t: Tensors) -> Tensors:
+    """The tensors with -1 for indices that are null by the call's rule. Rows of a buffer are null below 0 by any."""
+    names = ("state_indices", "source_indices", "checkpoint_indices")[: 2 + (t.checkpoint_states is None)]
+    given = {name: x for name in names if (x := getattr(t, name)) is not None}
+    return replace(t, **{name: torch.where(x >= problem.lowest_index, x, -1) for name, x in given.items()})
 
 
 def states_in(problem: Problem, t: Tensors) -> torch.Tensor:
     """The initial states as `[N, HV, K, V]` in the compute dtype; zeros where there are none."""
-    dtype = compute_dtype(problem)
     state = t.initial_state
     if problem.pool_slots > 0:
-        named = named_slots(problem, t.state_indices, t.state_pool)[1]
-        read = named if t.has_initial_state is None else named & t.has_initial_state
-        state = gathered(problem, t.state_pool, t.state_indices, read)
+        state = gathered(t.state_pool, t.state_indices, t.has_initial_state)
     if state is None:
-        return t.v.new_zeros((problem.N, problem.HV, problem.K, problem.V), dtype=dtype)
+        return t.v.new_zeros((problem.N, problem.HV, problem.K, problem.V), dtype=compute_dtype(problem))
     return from_layout(problem, state)
 
 
-def gathered(problem: Problem, pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-    """`pool[index]` where `read`, zeros elsewhere; other slots are not looked at, whatever they hold."""
+def gathered(pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor | None = None) -> torch.Tensor:
+    """`pool[index]` where `read` and the index names a slot, zeros elsewhere; other slots are not looked at, whatever they
+    hold."""
     if pool.shape[0] == 0:
         return pool.new_zeros((len(index), *pool.shape[1:]))
-    slot, _ = named_slots(problem, index, pool)
+    slot, named = named_slots(index, pool)
+    read = named if read is None else named & read
     return torch.where(read.view(-1, *[1] * (pool.dim() - 1)), pool[slot], 0.0)
 
 
 def from_layout(problem: Problem, state: torch.Tensor) -> torch.Tensor:
     """States as the caller lays them out, as `[..., K, V]` in the compute dtype."""
     state = state.to(compute_dtype(problem))
-    state = state.transpose(-1, -2) if problem.state_v_first else state
+    state = state.mT if problem.state_v_first else state
     return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 
 
 def states_out(problem: Problem, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A state `[..., K, V]` in the caller's layout and `dtype`, in memory of its own."""
-    state = state.transpose(-1, -2) if problem.state_v_first else state
+    state = state.mT if problem.state_v_first else state
     return state.to(dtype, copy=True).contiguous()
 
 
@@ -66,34 +65,20 @@ def store_final(problem: Problem, t: Tensors, final: torch.Tensor) -> None:
     store(problem, t.state_pool, t.state_indices, stored, final)
 
 
-def store_checkpoints(
-    problem: Problem, t: Tensors, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor
-) -> None:
-    """The states `[M, HV, K, V]` to the slots `index [M]` of the pool, where `stored`; or to rows of a buffer of their own,
-    which are null only below 0."""
-    if t.checkpoint_states is None:
-        store(problem, t.state_pool, index, stored, states)
-    else:
-        store(replace(problem, null_index="negative"), t.checkpoint_states, index, stored, states)
-
-
-def named_slots(problem: NullRule, index: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def named_slots(index: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The slot of each index (some slot where it names none), and whether it names one."""
     slots = pool.shape[0]
-    named = (index >= problem.lowest_index) & (index < slots)
-    return index.long().clamp(0, max(slots - 1, 0)), named
+    return index.long().clamp(0, max(slots - 1, 0)), (index >= 0) & (index < slots)
 
 
 def store(
     problem: Problem, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor
 ) -> None:
     """Writes the states `[M, HV, K, V]` in the caller's layout and dtype to `pool[index]` where `stored`."""
-    store_rows(problem, pool, index, stored, states_out(problem, states, pool.dtype))
+    store_rows(pool, index, stored, states_out(problem, states, pool.dtype))
 
 
-def store_rows(
-    problem: NullRule, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, values: torch.Tensor
-) -> None:
+def store_rows(pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, values: torch.Tensor) -> None:
     """Writes `values[i]` to `pool[index[i]]` where `stored[i]` and the index names a slot, and no other slot.
 
     How many rows that are, only the device knows. So every row writes: one that is not to be stored repeats what the first
@@ -101,7 +86,7 @@ def store_rows(
     """
     if pool.shape[0] == 0 or index.numel() == 0:
         return
-    slot, named = named_slots(problem, index, pool)
+    slot, named = named_slots(index, pool)
     stored = stored & named
     row = torch.where(stored, torch.arange(len(index), device=index.device), stored.long().argmax())
     slot = slot[row]

@@ -1,4 +1,4 @@
-"""Stage `wy` of the backward pass in PyTorch: what `kernels.chunk_bwd_wy_dqkg` must compute (docs/backward.md derives it).
+"""Stage `wy` of the backward pass in PyTorch: the definition of `kernels.chunk_bwd_wy_dqkg` (docs/backward.md derives it).
 
 With `Akk_inv = (I + Akk)^-1`, the state `S` before the chunk and the gradient `dS'` of the state after it:
 
@@ -26,7 +26,7 @@ from .sequences import chunk_slots
 
 
 def chunk_bwd_wy_dqkg(problem: Problem, t: Tensors) -> dict[str, Tensor]:
-    """In float32, or in float64 for inputs in float64; zeros for tokens of no sequence."""
+    """Gradients in float32, or in float64 for inputs in float64; zeros for tokens of no sequence."""
     if problem.B * problem.T == 0 or problem.N == 0:
         return {name: t.q.new_zeros(x.shape, dtype=x.dtype) for name, x in problem.results().items()}
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32

@@ -51,7 +51,7 @@ class Differentiable:
         return True
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
-        """Of tensors as the caller passed them. `addresses`: for a `Recording`, whose place in the launch cache this has."""
+        """Runs a call of tensors as the caller passed them. `addresses` are a `Recording`'s, whose place this has."""
         return self.apply(*[tensors[i] for i in self.places])
 
     def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:
@@ -60,7 +60,7 @@ class Differentiable:
         return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
 
     def by_role(self, inputs: tuple[Tensor | None, ...]) -> Tensors:
-        """In canonical shapes."""
+        """Inputs in canonical shapes."""
         named = dict(zip(self.inputs, inputs))
         shapes = (self.problem.HV,), (self.problem.HV, self.problem.K)
         for role, shape in zip(PARAMETERS, shapes):

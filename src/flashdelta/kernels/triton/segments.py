@@ -1,4 +1,4 @@
-"""Long sequences cut into segments (docs/split.md; `reference/split.py` is the definition): stages `plan`, `transitions` and
+"""Long sequences cut into segments (docs/split.md has the definition): stages `plan`, `transitions` and
 `compose`. The state after a segment is affine in the state before it:
 
     S' = M S + b                        M [K, K], b [K, V]                    (transposed: S'^T = S^T M^T + b^T)

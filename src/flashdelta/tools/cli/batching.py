@@ -21,7 +21,7 @@ from torch import Tensor
 from ...nn.lm import VOCABULARY, KdaLanguageModel, decode, encode
 from ..devices import capture, synchronize
 from ..files import counted
-from .demo import DEFAULT_PROMPT, demo_model, one_thread
+from .demo import DEFAULT_PROMPT, demo_model, one_thread, place, show_check
 
 PROMPTS = (
     DEFAULT_PROMPT,
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What a run wrote and how it went.
+    """Texts that a run wrote, and how it went.
 
     `tokens_per_s`: written tokens of all requests over the seconds of the run, prefills included, without compilation. `joined`
     and `left`: the steps at which each request did. `most_running`: requests at a time. `checked`: each one's text is the one
@@ -122,7 +122,7 @@ class Batch:
         return ()
 
     def _sampled(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """A token a row: the likeliest, or the first of exponential clocks, which is a draw from the softmax."""
+        """One token per row: the likeliest, or the first of exponential clocks, which is a draw from the softmax."""
         if self.temperature == 0:
             return logits.argmax(-1)
         return (torch.softmax(logits.float() / self.temperature, dim=-1) / noise).argmax(-1)
@@ -184,17 +184,17 @@ def run_batch(
     Raises:
         ValueError: an argument that does not fit, a device that is not there, or a backend that can't run on it.
     """
-    model, where = demo_model(prompt, temperature, backend, device, requests=requests, slots=slots, tokens=tokens)
+    model = demo_model(prompt, temperature, backend, device, requests=requests, slots=slots, tokens=tokens)
     asked = make_requests(requests, tokens, seed, prompt)
     batch = Batch(model, slots, max(request.tokens for request in asked), temperature)
     for text in {request.prompt for request in asked}:  # compiles what the timed run will use
         serve(batch, [Request(text, min(2, tokens), 0, 0)])
-    if where.on_gpu:
+    if model.device.type == "cuda":
         batch.capture()
-    synchronize(where.place)
+    synchronize(model.device)
     began = time.perf_counter()
     texts, joined, left, most = serve(batch, asked)
-    synchronize(where.place)
+    synchronize(model.device)
     seconds = time.perf_counter() - began
     alone = [serve(batch, [request])[0][0] for request in asked]
     return BatchResult(
@@ -206,10 +206,9 @@ def run_batch(
         steps=max(left),
         most_running=most,
         tokens_per_s=sum(request.tokens for request in asked) / seconds,
-        graph=where.on_gpu,
-        device=where.name,
-        dtype=where.dtype_name,
+        graph=model.device.type == "cuda",
         checked=texts == alone,
+        **place(model),
     )
 
 
@@ -224,7 +223,4 @@ def show(report: dict, console: Console) -> None:
         f"of {counted(report['slots'], 'slot')} at a time, {way}, {report['dtype']} on {report['device']}",
         f"{report['tokens_per_s']:,.0f} tokens/s, prefills included",
     )
-    for fact in facts:
-        console.print(fact, markup=False, highlight=False)
-    outcome = "[green]check passed[/green]" if report["checked"] else "[red]check failed[/red]"
-    console.print(f"{outcome}: each request's text is the one that it gets alone", highlight=False)
+    show_check(console, facts, report, "each request's text is the one that it gets alone")

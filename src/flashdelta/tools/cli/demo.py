@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TypeVar
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What a demo run wrote and how it went.
+    """Text that a demo run wrote, its speed and the outcome of the check.
 
     `prefill_tokens_per_s` and `decode_tokens_per_s` are of one sequence, without compilation. `backend` names what ran
     the kernels (`"a (prefill), b (decode)"` if two did), `device` and `dtype` where and in what.
@@ -61,7 +61,7 @@ class DemoResult:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """On a CPU: a step's tensors are tiny, and on a busy machine threads wait for each other (6 tokens/s, 50 with one)."""
+    """Runs a block on one thread: on a busy CPU threads wait for each other (6 tokens/s, 50 with one)."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -98,59 +98,45 @@ def run_demo(
         ValueError: an argument that does not fit, a device that is not there, or a backend that can't run on it.
     """
     prompt = DEFAULT_PROMPT if prompt is None else prompt
-    model, where = demo_model(prompt, temperature, backend, device, tokens=tokens)
-    prompt_tokens = encode(prompt, "prompt")[None].to(where.place)
+    model = demo_model(prompt, temperature, backend, device, tokens=tokens)
+    prompt_tokens = encode(prompt, "prompt")[None].to(model.device)
     written, logits, prefill_s, decode_s = _write(model, prompt_tokens, tokens, temperature, seed)
     error, checked = agreement(model, prompt_tokens, written, logits)
+    kinds = ("prefill", prompt_tokens.shape[1]), ("decode", 1)
+    used = {kind: model.blocks[0].attention.explain(1, length).chosen for kind, length in kinds}
+    same = len({*used.values()}) == 1
     return DemoResult(
         prompt=prompt,
         continuation=decode(written[0]),
         prefill_tokens_per_s=prompt_tokens.shape[1] / prefill_s,
         decode_tokens_per_s=tokens / decode_s,
-        backend=_backend_used(model, prompt_tokens.shape[1]),
-        device=where.name,
-        dtype=where.dtype_name,
+        backend=used["decode"] if same else ", ".join(f"{name} ({kind})" for kind, name in used.items()),
         parameters=sum(p.numel() for p in model.parameters()),
         agreement_error=error,
         checked=checked,
+        **place(model),
     )
 
 
-@dataclass(frozen=True)
-class Where:
-    """What a demo runs on, and in which dtype."""
-
-    place: torch.device
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.place.type == "cuda"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.on_gpu else torch.float32
-
-    @property
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.place) if self.on_gpu else self.place.type
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+def place(model: KdaLanguageModel) -> dict[str, str]:
+    """Names what a model runs on, and in which dtype."""
+    on_gpu = model.device.type == "cuda"
+    name = torch.cuda.get_device_name(model.device) if on_gpu else model.device.type
+    return {"device": name, "dtype": str(model.embedding.weight.dtype).removeprefix("torch.")}
 
 
 def demo_model(
     prompt: str | None, temperature: float, backend: str, device: str | None, **counts: int
-) -> tuple[KdaLanguageModel, Where]:
-    """The model in the package, and where it runs, once the arguments are checked; raises as `load_model`, too."""
+) -> KdaLanguageModel:
+    """Loads the model in the package, once the arguments are checked; raises as `load_model`, too."""
     for name, count in counts.items():
         positive(name, count)
     if temperature < 0:
         raise wrong("temperature", temperature, "at least 0")
     if prompt == "":
         raise wrong("prompt", "an empty text", "at least one character")
-    where = Where(default_device() if device is None else find_device(device))
-    return load_demo_model(where.place, where.dtype, backend), where
+    where = default_device() if device is None else find_device(device)
+    return load_demo_model(where, torch.bfloat16 if where.type == "cuda" else torch.float32, backend)
 
 
 def load_demo_model(device: torch.device, dtype: torch.dtype, backend: str) -> KdaLanguageModel:
@@ -213,25 +199,22 @@ def agreement(model: KdaLanguageModel, prompt: Tensor, continuation: Tensor, log
     return error, ok
 
 
-def _backend_used(model: KdaLanguageModel, prompt_tokens: int) -> str:
-    attention = model.blocks[0].attention
-    prefill, step = (attention.explain(1, tokens).chosen for tokens in (prompt_tokens, 1))
-    return prefill if prefill == step else f"{prefill} (prefill), {step} (decode)"
-
-
 def show(report: dict, console: Console) -> None:
     """Prints a result's fields: the prompt dimmed, the continuation after it, then speed and check."""
     console.print(Text.assemble((report["prompt"], "dim"), (report["continuation"], "bold")))
     console.print()
+    report["millions"] = report["parameters"] / 1e6
     facts = (
-        f"{report['parameters'] / 1e6:.1f}M parameters in {report['dtype']} on {report['device']}, backend {report['backend']}",
-        "prefill {prefill_tokens_per_s:,.0f} tokens/s, decode {decode_tokens_per_s:,.0f} tokens/s".format_map(report),
+        "{millions:.1f}M parameters in {dtype} on {device}, backend {backend}",
+        "prefill {prefill_tokens_per_s:,.0f} tokens/s, decode {decode_tokens_per_s:,.0f} tokens/s",
     )
+    what = "prefill and decode, token by token, against one prefill of the whole text: error of the logits "
+    show_check(console, [fact.format_map(report) for fact in facts], report, f"{what}{report['agreement_error']:.1e}")
+
+
+def show_check(console: Console, facts: Sequence[str], report: dict, what: str) -> None:
+    """Prints facts, and whether the check passed."""
     for fact in facts:
         console.print(fact, markup=False, highlight=False)
     outcome = "[green]check passed[/green]" if report["checked"] else "[red]check failed[/red]"
-    console.print(
-        f"{outcome}: prefill and decode, token by token, against one prefill of the whole text: "
-        f"error of the logits {report['agreement_error']:.1e}",
-        highlight=False,
-    )
+    console.print(f"{outcome}: {what}", highlight=False)

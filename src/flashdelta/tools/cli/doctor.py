@@ -30,10 +30,20 @@ LABELS = {"cudnn": "cuDNN's Python frontend"}
 
 
 def examine(device: torch.device, progress: bool = True) -> dict:
-    """The environment, every backend's verdict on a typical bf16 call, a self-check of the `auto` backend, and what frameworks
-    can run on flashdelta. `progress`: say on stderr what takes seconds."""
+    """Reports the environment, every backend's verdict on a typical bf16 call, a self-check of the `auto` backend, and what
+    frameworks can run on flashdelta. `progress`: say on stderr what takes seconds."""
     with _saying(progress) as say:
-        return _examine(device, say)
+        say("checking a call against float64")
+        call = make_call(TYPICAL, BF16, device)
+        explanation = flashdelta.explain(flashdelta.chunk_kda, **call)
+        verdicts = [{"name": x.pop("backend"), **x} for x in map(asdict, explanation.verdicts)]
+        return {
+            "environment": environment(device),
+            "FLASHDELTA_CHECK": device_checks.ENABLED,
+            "backends": {"chosen": explanation.chosen, "verdicts": verdicts},
+            "self_check": self_check(call),
+            "integrations": integrated(say),
+        }
 
 
 @contextmanager
@@ -45,23 +55,6 @@ def _saying(progress: bool) -> Iterator[Callable[[str], None]]:
             yield waiting.update
     else:
         yield stderr.print if progress else lambda text: None
-
-
-def _examine(device: torch.device, say: Callable[[str], None]) -> dict:
-    say("checking a call against float64")
-    call = make_call(TYPICAL, BF16, device)
-    explanation = flashdelta.explain(flashdelta.chunk_kda, **call)
-    verdicts = [
-        {"name": v.backend, "supported": v.supported, "preferred": v.preferred, "reason": v.reason}
-        for v in explanation.verdicts
-    ]
-    return {
-        "environment": environment(device),
-        "FLASHDELTA_CHECK": device_checks.ENABLED,
-        "backends": {"chosen": explanation.chosen, "verdicts": verdicts},
-        "self_check": self_check(call),
-        "integrations": integrated(say),
-    }
 
 
 def integrated(say: Callable[[str], None]) -> list[dict]:

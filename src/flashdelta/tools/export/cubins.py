@@ -65,23 +65,23 @@ class Wanted:
 
     @property
     def label(self) -> str:
-        """As part of names of files and symbols."""
+        """Part of the names of files and symbols."""
         parts = (self.op, self.stage, f"k{self.K}", self.C and f"c{self.C}", self.gate, self.precision)
         return "_".join(part for part in parts if part)
 
     def variant(self) -> tuple[int, ...]:
-        """As `fd_variant` has it."""
+        """Numbers of `fd_variant`."""
         chunk = ANY if self.C is None else self.C
         gate = ANY if self.gate is None else bindings.GATES.index(self.gate)
         precision = ANY if self.precision is None else bindings.PRECISIONS.index(self.precision)
         return (OPS.index(self.op), STAGES.index(self.stage), self.K, self.V, chunk, gate, precision)
 
     def exists(self, arch: int) -> bool:
-        """Whether GPUs of this architecture have room for it."""
+        """Tells whether GPUs of this architecture have room for it."""
         return self.stage != "recurrence_wide" or SHARED_MEMORY[arch] >= BV32_BYTES
 
     def launch(self, arch: int) -> Launch:
-        """As the Python functions would launch it, for a call of any size."""
+        """Launch that the Python functions would make, for a call of any size."""
         gate = self.gate or PREFILL_GATES[0]
         if self.op == "decode_bf16":
             return sample_decode(self.K, self.V, gate, arch)
@@ -110,7 +110,7 @@ def prefill_call(
 
 
 def prefill_outputs(problem: Problem, t: Tensors) -> Outputs:
-    """In bfloat16 without `u`."""
+    """Outputs of a prefill: in bfloat16 without `u`."""
     outputs = Outputs(t.device)
     for name, result in problem.results().items():
         if name != "u" or problem.dtype == torch.float32:
@@ -175,7 +175,7 @@ class Kernel:
 
     @property
     def specific(self) -> bool:
-        """Whether the machine code runs on exactly this architecture: Triton compiles sm_90 and newer with features that
+        """Tells whether the machine code runs on exactly this architecture: Triton compiles sm_90 and newer with features that
         later ones do not have."""
         return self.arch >= 90
 
@@ -219,7 +219,7 @@ def _check(
         raise RuntimeError(f"{label}: the compiled kernel takes {found}, expected {expected}")
     extra = {name: getattr(metadata, name, 0) for name in ("global_scratch_size", "profile_scratch_size", "tmem_size")}
     if any(extra.values()) or metadata.num_ctas != 1:
-        raise RuntimeError(f"{label}: got {extra} and {metadata.num_ctas} blocks a cluster, wanted no scratch and 1")
+        raise RuntimeError(f"{label}: got {extra} and {metadata.num_ctas} blocks a cluster, expected no scratch and 1")
     if metadata.shared > SHARED_MEMORY[arch]:
         raise RuntimeError(f"{label}: {metadata.shared} bytes of shared memory, sm_{arch} has {SHARED_MEMORY[arch]}")
     for param, x in zip(launch.kernel.params, launch.arguments):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...problem.errors import wrong
 from ...problem.operations import PREFILL_GATES, PREFILL_SIZES
 from . import bindings
 from .cubins import OPS, Kernel, parameters_of, wanted_kernels
@@ -22,7 +23,7 @@ def write(kernels: Sequence[Kernel], out: Path, version: str) -> list[Path]:
         ValueError: there is no kernel to write.
     """
     if not kernels:
-        raise ValueError("kernels: got none, wanted at least one")
+        raise wrong("kernels", "none", "at least one")
     out.mkdir(parents=True, exist_ok=True)
     texts = {path.name: path.read_text() for path in sorted(C_FILES.iterdir())}
     for mark, text in marks(kernels, version).items():
@@ -35,7 +36,7 @@ def write(kernels: Sequence[Kernel], out: Path, version: str) -> list[Path]:
 
 
 def marks(kernels: Sequence[Kernel], version: str) -> dict[str, str]:
-    """What the files of c/ leave open, by the mark that stands for it (between two @)."""
+    """Text that the files of c/ leave open, by the mark that stands for it (between two @)."""
     orders: dict[str, str] = {}
     for kernel in kernels:
         orders.setdefault(order_of(kernel), f"order_{len(orders)}")
@@ -52,7 +53,7 @@ def marks(kernels: Sequence[Kernel], version: str) -> dict[str, str]:
 
 
 def parameter_names() -> list[str]:
-    """Of all kernels that can be exported: c/ has a value for each, whether or not an export needs it."""
+    """Names of the parameters of all kernels that can be exported: c/ has a value for each."""
     names: dict[str, str] = {}
     for wanted in wanted_kernels(OPS, PREFILL_SIZES[:1], PREFILL_GATES[:1]):
         for name, kind in parameters_of(wanted.launch(90)):
@@ -67,7 +68,7 @@ C_NAMES = {"chunk_slots": "slots", "v_new": "pseudo"}
 
 
 def c_name(parameter: str) -> str:
-    """Of a kernel's parameter in c/."""
+    """Name of a kernel's parameter in c/."""
     return f"FD_P_{C_NAMES.get(parameter, parameter)}"
 
 

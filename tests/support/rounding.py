@@ -1,4 +1,4 @@
-"""What rounding alone costs: the least error of any kernel that multiplies in the working dtype."""
+"""Errors of rounding alone: the least error of any kernel that multiplies in the working dtype."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from ..problem.errors import wrong
-from ..problem.problem import Problem, Tensors
-from .chunk import chunk_kda, from_chunks, prepare, to_chunks
-from .gate import elementwise_inputs
-from .states import states_in, states_out
+from flashdelta.problem.problem import Problem, Tensors
+from flashdelta.reference.chunk import chunk_kda, from_chunks, prepare, to_chunks
+from flashdelta.reference.gate import elementwise_inputs
+from flashdelta.reference.states import states_in, states_out
 
 TF32X3_BITS = 22
 """Significant bits of a float32 operand that a 3xTF32 MMA keeps."""
@@ -39,14 +38,8 @@ def rounding_error(problem: Problem, t: Tensors) -> tuple[float, float]:
 
     Usually about half of what a good kernel errs. Far more where the problem itself amplifies rounding: identical keys
     without decay, say. There a float32 solve alone leaves up to 1e-5. For calls that are not packed and pass states directly.
-
-    Raises:
-        ValueError: a packed call, or one with a state pool.
     """
-    if problem.packed:
-        raise wrong("cu_seqlens", "a tensor", "a call that is not packed")
-    if problem.has_pool:
-        raise wrong("state_pool", "a tensor", "initial_state or no state")
+    assert not problem.packed and not problem.has_pool
     wide = torch.float64
     dtypes = dict.fromkeys(("dtype", "output_dtype", "g_dtype", "beta_dtype", "state_dtype"), wide)
     exact = replace(problem, **dtypes, output_final_state=True)
