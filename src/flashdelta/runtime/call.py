@@ -1,4 +1,4 @@
-"""A call's road: `cache -> replay`, or `Problem -> backend -> Program -> run`, which is recorded for the next one like it."""
+"""Dispatch: executes the plan that the launch cache has of calls like this one, or validates the call and builds one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import backends
 from ..parallel.checks import broadcast_errors, check_call_of_ranks
 from ..problem.arguments import Operation, is_plain, is_wrapped, refuse_transforms
 from ..problem.errors import wrong
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import Problem, Tensors, Written
 from ..problem.split import known_lengths
 from ..program.cache import Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
@@ -44,10 +44,7 @@ class Refused:
     def __init__(self, why: str):
         self.why = why
 
-    def usable(self, addresses: Sequence[int]) -> bool:
-        return True
-
-    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> NoReturn:
+    def execute(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> NoReturn:
         raise NoKernel(self.why)
 
 
@@ -73,7 +70,7 @@ class Call:
         """The results by name. `host`: what the host knows of device data, on which launches depend, too."""
         entry, key, addresses = CACHE.find(self.kind if host is None else (self.kind, host), tensors, options)
         if entry is not None:
-            results = entry.run(tensors, addresses)
+            results = entry.execute(tensors, addresses)
             count_writes(tensors, entry.writes)
             return results
         return self.first(key, tensors, dict(zip(self.tensors, tensors)) | dict(zip(self.options, options)))
@@ -87,7 +84,7 @@ class Call:
         if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
             if problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
-            return backend.build(problem, t).run()  # the reference: plain PyTorch, which every transform takes
+            return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
         if tracing or not all(map(is_plain, t.present().values())):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             found = torch_ops.call(problem, t, backend.name)
@@ -98,18 +95,26 @@ class Call:
             differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
             CACHE.keep(key, differentiable)
             if key is not None:  # as a repeated call, so that both have the same backward pass
-                return differentiable.run(tensors, [])
+                return differentiable.execute(tensors, [])
             return differentiable.apply(*(getattr(t, role) for role in differentiable.inputs))
         # a transform that no argument has a part in must not wrap what kernels write
         with torch._C._DisableFuncTorch() if inside else contextlib.nullcontext():
-            program = backend.build(problem, t)
-            results = program.run(None if key is None else tensors)
-        writes = self.writes(given)
+            plan, writes = backend.build(problem, t), self.writes(given)
+            if key is None:
+                results = plan.execute([*t.present().values()])
+            else:
+                plan.bind(t, tensors, self.sources(t, tensors), Written(writes, self.pairs, self.refuse))
+                results = plan.execute(tensors)
         count_writes(tensors, writes)
-        if program.recorded is not None:
-            program.recorded.pairs, program.recorded.writes, program.recorded.refuse = self.pairs, writes, self.refuse
-            CACHE.keep(key, program.recorded)
+        if plan.lasting:
+            CACHE.keep(key, plan)
         return results
+
+    def sources(self, t: Tensors, tensors: Sequence[Tensor | None]) -> list[int]:
+        """The place of the caller's tensor that each of `t` is, or is a view of: q, k and v may be parts of rows."""
+        rows = self.place.get("mixed_qkv", -1)
+        found = (self.place.get(role, rows) for role in t.present())
+        return [rows if tensors[i] is None else i for i in found]
 
     def writes(self, given: Mapping[str, Any]) -> list[int]:
         """Places of the tensors that the call writes."""

@@ -82,7 +82,7 @@ class Operator:
         problem, t, backend = self.unpacked(arguments)
         if self.writes:  # while a call is traced, no tensor has memory that could be shared
             BY_NAME[problem.operation].check_overlaps(vars(t))
-        found = backends.choose(problem, t.device, backend).build(problem, t).run()
+        found = backends.choose(problem, t.device, backend).build(problem, t).execute([*t.present().values()])
         given = t.given()
         return self.returned({name: x for name, x in found.items() if name not in given}, t)
 
@@ -193,7 +193,7 @@ class Gradients:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
         problem = replace(problem, operation=problem.operation + BACKWARD)
         t = replace(t, **dict(zip(("do", "dht"), arguments[: self.incoming])))
-        grads = backends.choose(problem, t.device, backend).build(problem, t).run()
+        grads = backends.choose(problem, t.device, backend).build(problem, t).execute([*t.present().values()])
         return tuple(grads[role].contiguous() if role in grads else t.first.new_empty(0) for role in self.roles)
 
     def pretend(self, *arguments: Any) -> tuple[Tensor, ...]:

@@ -10,8 +10,8 @@ import torch
 from ...parallel.merge import around_recurrence
 from ...problem.problem import AUTO, BACKWARD, Problem, Tensors
 from ...program.launch import capability
-from ...program.program import Outputs, Program, Step
-from ...program.workspace import Workspace, new
+from ...program.plan import Outputs, Plan, Step, new_outputs
+from ...program.workspace import Workspace, in_slots
 from ..stages import launch as portable
 from ..stages.copy import strided_copy
 from ..stages.launch import StageCall
@@ -29,24 +29,25 @@ from .verify import verify
 from .wy import wy_dqkg
 
 
-def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
+def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan:
     """The program, for GPUs of compute capability `arch` (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
+    t = in_slots(t)
     if problem.operation == "chunk" + BACKWARD:
         return gradients.backward(problem, t)
     if problem.keeps:
         return gradients.forward(problem, t)
-    outputs = Outputs.of(problem, t)
+    outputs = new_outputs(problem, t)
     if problem.operation == "wy":
         t, copies = prepare_wy_inputs(t)
-        return Program(outputs, [wy_dqkg(problem, t, outputs)], copies)
+        return Plan(t.memory, outputs, [*copies, wy_dqkg(problem, t, outputs)])
     if problem.operation != "chunk":
         own = {"commit": commit, "fused_decode": fused_kda_decode}
         stage = own.get(problem.operation, verify if problem.has_records else decode)
         t, copies = portable.prepare_inputs(problem, t)
-        return Program(outputs, stage(problem, t, arch, outputs), copies)
+        return Plan(t.memory, outputs, [*copies, *stage(problem, t, arch, outputs)])
     t, copies = prepare_inputs(t)
-    return Program(outputs, chunk(problem, t, arch, outputs), copies)
+    return Plan(t.memory, outputs, [*copies, *chunk(problem, t, arch, outputs)])
 
 
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
@@ -74,7 +75,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     """The launches that run a call of whole sequences, in order."""
     steps = in_steps(problem, room(problem, t.device))
     wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
-    workspace = Workspace.allocate(wanted, t.device, lasting_segments(problem, wanted, outputs))
+    workspace = Workspace.allocate(wanted, t.memory, lasting_segments(problem, wanted, outputs, t.memory))
     call = StageCall(problem, t, arch, workspace)
     final_state = outputs.get("final_state")
     prepared = prepare_steps(call) if steps else prepare(call)
@@ -85,7 +86,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     split = before_segments(call, final_state)
     o = outputs["o"]
     if not aligned(o):  # the caller's own
-        o = new(o.shape, o.dtype, o.device)
-        stored += strided_copy(o, outputs["o"], scratch=o)
+        o = t.memory.new(o.shape, o.dtype)
+        stored += strided_copy(o, outputs["o"])
     last = recurrence(replace(call, beside=(*call.beside, o)), o, final_state, outputs.get("h"), steps=steps)
     return [prepared, *carried, *split, last, *stored]

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..triton import commit as portable
 from .device.compat import barrier
 from .device.layouts import BV
@@ -246,7 +246,7 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
         return [launch]
     tokens = 8 if problem.most_tokens <= 8 else 16
     more = problem.most_tokens > tokens
-    slices = slices_a_cta(problem, sm_count(t.state_pool.device))
+    slices = slices_a_cta(problem, sm_count(t.device))
     constants = {"K": problem.K, "V": problem.V, "SLICES": slices, "TOKENS": tokens, "ONE_MORE": more}
     ctas = problem.N * problem.HV * (problem.V // (slices * BV.value))
     # four CTAs of a slice and up to 8 tokens fit on an SM; three of 17 tokens, with fewer registers in bfloat16, or of a head

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..stages.decode import DECODE_FEW
 from ..triton import decode as portable
 from .device.compat import copy_async
@@ -219,6 +219,6 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     many = problem.N * problem.HV > DECODE_FEW
     if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
         # it takes the portable kernel's arguments and two more, and as much of a state
-        prefetching = prefetching_ctas(launch.ctas, DECODE_AT_ONCE * sm_count(t.q.device))
+        prefetching = prefetching_ctas(launch.ctas, DECODE_AT_ONCE * sm_count(t.device))
         launch = replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, *prefetching))
     return [launch]

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import REGISTERS, Launch, sm_count
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..stages.fused_decode import SCALARS
 from ..triton import fused_decode as portable
 from .decode import fetch_to_cache, prefetch
@@ -323,7 +323,7 @@ def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) 
     if not aligned(given["initial_state"], 16):
         return [launch]
     names = ("K", "V", "W", "GROUP", "CHANNELS", "GATE", "BETA", "L2NORM")  # in the kernel's order
-    c = hopper_config(problem, sm_count(t.q.device))
+    c = hopper_config(problem, sm_count(t.device))
     return [
         replace(
             launch,

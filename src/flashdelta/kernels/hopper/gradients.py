@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...parallel.merge import carried_states
 from ...problem.problem import Problem, Tensors
-from ...program.program import Program, Step
+from ...program.plan import Plan, Step
 from ..stages import backward_pass
 from ..stages.backward_pass import Kept, Stages
 from ..stages.launch import StageCall
@@ -24,11 +24,11 @@ from .wy import wy
 ARCH = 90
 
 
-def forward(problem: Problem, t: Tensors) -> Program:
+def forward(problem: Problem, t: Tensors) -> Plan:
     return backward_pass.forward(stages_of(problem, t))
 
 
-def backward(problem: Problem, t: Tensors) -> Program:
+def backward(problem: Problem, t: Tensors) -> Plan:
     return backward_pass.backward(stages_of(problem, t))
 
 

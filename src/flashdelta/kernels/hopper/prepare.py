@@ -838,7 +838,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
             *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
             *stride_div8(t.q, t.k, t.g),
             *strides(t.beta),
-            *(room(problem, t.q.device), problem.split, int(problem.batch_invariant)),
+            *(room(problem, t.device), problem.split, int(problem.batch_invariant)),
         ),
         dict(
             K=problem.K,

@@ -252,7 +252,7 @@ def reverse(
 ) -> Launch:
     """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
     final, initial = or_empty(problem, t, dht, dh0)
-    most = ctas(problem.V // TILE, t.q.device)
+    most = ctas(problem.V // TILE, t.device)
     return Launch(
         reverse_kernel,
         most if kept.split and problem.N > 0 else min(work_tiles(problem), most),

@@ -439,7 +439,7 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
     border = t.border if first_segment is None else None
     return Launch(
         transitions_kernel,
-        ctas((problem.K + problem.V) // TILE, t.v.device),
+        ctas((problem.K + problem.V) // TILE, t.device),
         (
             *(tiles(workspace["tiles"]), workspace["decay"], t.v, *where, border),
             *(t.cu_seqlens, t.checkpoint_offsets),

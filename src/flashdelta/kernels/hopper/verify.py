@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import REGISTERS, Launch, sm_count
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..triton import verify as portable
 from .device.math import dot3, multiply, pick, store_parts
 from .device.portable import (
@@ -499,6 +499,6 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             ctas=problem.N * problem.HV,
             constants=constants,
             num_warps=problem.V // 32,
-            max_registers=max_registers(problem, tokens, sm_count(t.q.device)),
+            max_registers=max_registers(problem, tokens, sm_count(t.device)),
         )
     ]

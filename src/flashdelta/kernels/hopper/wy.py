@@ -29,7 +29,7 @@ from triton.language import condition
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..stages.launch import chunks
 from ..stages.wy import Parts, WyOperands
 from .device.compat import barrier, reinterpret
@@ -397,19 +397,19 @@ def _wy(
     x: WyOperands,
     found: tuple[torch.Tensor | None, ...],
     rows: int,
-    persistent: bool = False,
+    sms: int = 0,
     **kinds,
 ) -> Launch:
-    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`. `persistent`: as the kernel's."""
+    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`. `sms`: of a persistent kernel."""
     tiles = chunks(problem)
     of_rows = stride_div8(x.q, x.k, x.g, x.v, x.do)
     g_d = None
-    if persistent:
+    if sms > 0:
         g_d = by_token(x.g)
         x, found = described(x), (*map(by_token, found[:3]), *found[3:])
     return Launch(
         wy_kernel,
-        min(tiles, sm_count(x.beta.device)) if persistent else tiles,
+        min(tiles, sms) if sms > 0 else tiles,
         (
             *x.arguments(),
             g_d,
@@ -419,7 +419,7 @@ def _wy(
             *of_rows,
             *strides(x.beta),
         ),
-        dict(K=problem.K, V=problem.V, **kinds, PERSISTENT=persistent),
+        dict(K=problem.K, V=problem.V, **kinds, PERSISTENT=sms > 0),
         num_warps=8,
     )
 
@@ -456,4 +456,4 @@ def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:
     # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
     # (no tensor descriptor has an empty tensor)
     persistent = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
-    return _wy(problem, x, results, problem.rows, persistent, **kinds)
+    return _wy(problem, x, results, problem.rows, sm_count(t.device) if persistent else 0, **kinds)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ...parallel.exchange import Exchange
 from ...parallel.merge import carried_gradients, room_for_packets, told_gradients
-from ...problem.problem import Problem, Result, Tensors
+from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs, Program, Step
-from ...program.workspace import Layout, Workspace, new
+from ...program.plan import Outputs, Plan, Step, new_outputs
+from ...program.workspace import Layout, Workspace
 from .finish import ByHead, finish
 from .launch import StageCall
 from .merge import clear
@@ -91,7 +91,7 @@ class Stages:
 
     def kept(self, tensors: Mapping[str, Tensor] | None = None) -> Kept:
         """What the forward kept by name; without, room for it."""
-        problem, device = self.problem, self.t.device
+        problem, memory = self.problem, self.t.memory
         if tensors is not None:
             workspace = Workspace(self.layout, tensors["workspace"])
             return Kept(workspace, tensors["Akk_inv"], tensors["h"], tensors["v_new"], tensors.get("packets"))
@@ -99,13 +99,11 @@ class Stages:
         values = (problem.B, problem.T, problem.HV, problem.V)
         # gradients of the states after segments take the place of the states before them
         given = {name: x for name, x in self.segments.items() if name != "starts"}
-        workspace = Workspace.allocate(self.layout, device, given)
+        workspace = Workspace.allocate(self.layout, memory, given)
         packets = self.t.packets
         if packets is None and problem.ranks > 1:
-            packets = room_for_packets(problem, device)
-        return Kept(
-            workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets
-        )
+            packets = room_for_packets(problem, memory)
+        return Kept(workspace, *(memory.new(shape, problem.dtype) for shape in (self.squares, states, values)), packets)
 
     @functools.cached_property
     def segments(self) -> dict[str, Tensor]:
@@ -113,20 +111,20 @@ class Stages:
         return found_segments(self.t, self.layout)
 
 
-def forward(stages: Stages) -> Program:
+def forward(stages: Stages) -> Plan:
     """The forward that also leaves what its backward pass would compute again."""
-    outputs, kept = Outputs.of(stages.problem, stages.t), stages.kept()
+    outputs, kept = new_outputs(stages.problem, stages.t), stages.kept()
     o, final_state = outputs["o"], outputs.get("final_state")
     outputs |= {"workspace": kept.workspace.buffer, "Akk_inv": kept.Akk_inv, "h": kept.h, "v_new": kept.v_new}
     if kept.packets is not None:
         outputs["packets"] = kept.packets
-    return Program(outputs, stages.scan(kept, o, final_state), stages.copies)
+    return Plan(stages.t.memory, outputs, [*stages.copies, *stages.scan(kept, o, final_state)])
 
 
-def backward(stages: Stages) -> Program:
+def backward(stages: Stages) -> Plan:
     """Gradients by input; without what was kept the forward's stages run again."""
-    outputs = Outputs(stages.t.device)
-    return Program(outputs, launches(stages, outputs), stages.copies)
+    outputs = Outputs()
+    return Plan(stages.t.memory, outputs, [*stages.copies, *launches(stages, outputs)])
 
 
 def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
@@ -148,19 +146,19 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
         del steps
     dh0 = None
     if problem.has_initial_state:
-        dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
+        dh0 = outputs["initial_state"] = t.memory.new(problem.state_shape, problem.state_dtype)
     dht = t.dht if problem.output_final_state else None
     told = None
     if problem.ranks == 2 and problem.rank == 1:
         # nothing comes from a rank after, and what goes to the one before is what `reverse` ends with
-        told = told_gradients(problem, t.device)
+        told = told_gradients(problem, t.memory)
     elif problem.ranks > 1:
         dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
     if told is None or (kept.split and not stages.segments):
         yield from recomputed
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)
-    scanned = Scanned(*(new(x.shape, x.dtype, x.device) for x in (kept.h, kept.v_new)))
+    scanned = Scanned(*(t.memory.new(x.shape, x.dtype) for x in (kept.h, kept.v_new)))
     yield stages.reverse(problem, t, kept, scanned, dht, dh0, None if told is None else told.packet)
     if told is not None:
         yield told
@@ -171,11 +169,11 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     known = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
     x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
     del kept, scanned, known, dht
-    parts = Parts.allocate(problem, t.device, stages.squares, stages.squares_dtype)
-    grad_v = outputs.allocate("v", Result((problem.B, problem.T, problem.HV, problem.V), problem.dtype))
+    parts = Parts.allocate(problem, t.memory, stages.squares, stages.squares_dtype)
+    grad_v = outputs["v"] = t.memory.new((problem.B, problem.T, problem.HV, problem.V), problem.dtype)
     yield stages.wy(x, parts, grad_v)
     del x
-    heads = ByHead.allocate(problem, t.device)
+    heads = ByHead.allocate(problem, t.memory)
     outputs.update(heads.outputs(problem))
     yield stages.intra(parts, heads)
     del parts
@@ -188,7 +186,7 @@ def gradients_of_ranks(
     """The gradients of the final states, with those that come from later ranks; see `carried_gradients`."""
     problem, t = stages.problem, stages.t
     assert kept.packets is not None
-    grads = new(problem.state_shape, torch.float32, t.device)
+    grads = t.memory.new(problem.state_shape, torch.float32)
 
     def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
         return stages.reverse(problem, t, replace(kept, whole=True), None, dht, dh0, None)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...problem.problem import Tensors
 from ...program.launch import Launch
-from ...program.workspace import new
 
 TOKENS, CHANNELS = 64, 128
 """Of a tile, at most."""
@@ -76,10 +75,9 @@ def copy_kernel(
             copy_tile(x3, rows3, H3, batch3, token3, head3, channel3, T, K, TILE, BK, BY_TOKEN)
 
 
-def copy(tensors: Sequence[Tensor]) -> Launch:
-    """Of tensors `[B, T, H, K]` that differ in their heads and strides; its scratch are the copies."""
+def copy(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Launch:
+    """Of tensors `[B, T, H, K]` that differ in their heads and strides, to dense `rows`."""
     B, T, _, K = tensors[0].shape
-    rows = tuple(new(x.shape, x.dtype, x.device) for x in tensors)
     each = [(x, to, x.shape[2], *x.stride()) for x, to in zip(tensors, rows)]
     absent = [(None, None, 0, 0, 0, 0, 0)] * (AT_ONCE - len(each))
     return Launch(
@@ -88,7 +86,6 @@ def copy(tensors: Sequence[Tensor]) -> Launch:
         (*itertools.chain(*each, *absent), B, T),
         dict(K=K, TILE=TOKENS, BK=min(triton.next_power_of_2(K), CHANNELS), BY_TOKEN=is_by_token(tensors[0])),
         num_warps=4,
-        scratch=rows,
         rows=len(rows),
     )
 
@@ -133,8 +130,8 @@ def strided_copy_kernel(
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def strided_copy(x: Tensor, to: Tensor, scratch: Tensor) -> list[Launch]:
-    """Copies a tensor to one of its shape and dtype; one of them is scratch. One launch, unless many dimensions lie apart."""
+def strided_copy(x: Tensor, to: Tensor) -> list[Launch]:
+    """Copies a tensor to one of its shape and dtype. One launch, unless many dimensions lie apart."""
     dims: list[tuple[int, int, int]] = []
     for n, *strides in zip(x.shape, x.stride(), to.stride()):
         if dims and [n * s for s in strides] == [*dims[-1][1:]]:
@@ -144,7 +141,7 @@ def strided_copy(x: Tensor, to: Tensor, scratch: Tensor) -> list[Launch]:
     if len(dims) > OUTER + 2:
         first = max(i for i, n in enumerate(x.shape[: x.dim() - OUTER - 2]) if n > 1)
         parts = zip(x.unbind(first), to.unbind(first))
-        return [launch for part in parts for launch in strided_copy(*part, scratch)]
+        return [launch for part in parts for launch in strided_copy(*part)]
     if len(dims) == 1 and dims[0][0] % COLUMNS == 0:
         n, *strides = dims[0]
         dims = [(n // COLUMNS, *(s * COLUMNS for s in strides)), (COLUMNS, *strides)]
@@ -159,7 +156,6 @@ def strided_copy(x: Tensor, to: Tensor, scratch: Tensor) -> list[Launch]:
             (x.detach().view(word), to.detach().view(word), *sizes[1:], *itertools.chain(*places)),
             dict(ROWS=ROWS, COLUMNS=COLUMNS),
             num_warps=4,
-            scratch=(scratch,),
         )
     ]
 
@@ -178,9 +174,9 @@ def laid_out(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool] 
     for role in roles:
         x = getattr(t, role)
         if x is not None and not fits(x):
-            dense[role] = new(x.shape, x.dtype, x.device)
-            copies += strided_copy(x, dense[role], dense[role]) if x.numel() > 0 else []
-    return Inputs(replace(t, **dense), copies)
+            dense[role] = t.memory.new(x.shape, x.dtype)
+            copies += strided_copy(x, dense[role]) if x.numel() > 0 else []
+    return Inputs(replace(t, **dense) if dense else t, copies)
 
 
 def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> Inputs:
@@ -191,14 +187,12 @@ def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> 
     for role in roles:
         x = getattr(t, role)
         if x is not None and not fits(x):
-            if x.numel() == 0:
-                dense[role] = new(x.shape, x.dtype, x.device)
-            else:
+            dense[role] = t.memory.new(x.shape, x.dtype)
+            if x.numel() > 0:
                 alike.setdefault((x.dtype, *x.shape[:2], x.shape[3], is_by_token(x)), {})[role] = x
     for found in alike.values():
         names = [*found]
         for first in range(0, len(names), AT_ONCE):
             some = names[first : first + AT_ONCE]
-            copies.append(copy([found[role] for role in some]))
-            dense |= zip(some, copies[-1].scratch)
-    return Inputs(replace(t, **dense), copies)
+            copies.append(copy([found[role] for role in some], [dense[role] for role in some]))
+    return Inputs(replace(t, **dense) if dense else t, copies)

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem, Result, Tensors
+from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs
-from ...program.workspace import new
+from ...program.plan import Outputs
+from ...program.workspace import Slots
 
 SUM_ELEMENTS = tl.constexpr(16384)
 """Elements of the partial sums that a CTA loads at a time: few heads are few CTAs, which wait for memory."""
@@ -107,14 +107,14 @@ class ByHead:
     dt_bias: Tensor | None
 
     @classmethod
-    def allocate(cls, problem: Problem, device: torch.device) -> ByHead:
+    def allocate(cls, problem: Problem, memory: Slots) -> ByHead:
         tokens, parts = (problem.B, problem.T, problem.HV), (problem.B * problem.slots, problem.HV, problem.K)
         grouped = problem.dtype if problem.group == 1 else torch.float32
         return cls(
-            *(new((*tokens, problem.K), dtype, device) for dtype in (grouped, grouped, problem.g_dtype)),
-            new(tokens, problem.beta_dtype, device),
-            new(parts, torch.float32, device) if problem.has_A_log else None,
-            new(parts, torch.float32, device) if problem.has_dt_bias else None,
+            *(memory.new((*tokens, problem.K), dtype) for dtype in (grouped, grouped, problem.g_dtype)),
+            memory.new(tokens, problem.beta_dtype),
+            memory.new(parts, torch.float32) if problem.has_A_log else None,
+            memory.new(parts, torch.float32) if problem.has_dt_bias else None,
         )
 
     def outputs(self, problem: Problem) -> dict[str, Tensor]:
@@ -136,10 +136,10 @@ def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> lis
     """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
     for name in heads.parameters():
         given = getattr(t, name)
-        outputs.allocate(name, Result(given.shape, given.dtype))
+        outputs[name] = t.memory.new(given.shape, given.dtype)
     if problem.group > 1:
         for name in ("q", "k"):
-            outputs.allocate(name, Result((problem.B, problem.T, problem.H, problem.K), problem.dtype))
+            outputs[name] = t.memory.new((problem.B, problem.T, problem.H, problem.K), problem.dtype)
     launches, scratch = [], heads.buffers(problem)
     if heads.parameters():
         launches.append(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...problem.problem import Problem
-from ...program.workspace import new
+from ...program.workspace import Slots
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,12 @@ class Parts:
     grad_Aqk: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls, problem: Problem, device: torch.device, squares: tuple[int, ...], squares_dtype: torch.dtype
-    ) -> Parts:
+    def allocate(cls, problem: Problem, memory: Slots, squares: tuple[int, ...], squares_dtype: torch.dtype) -> Parts:
         tokens = (problem.B, problem.T, problem.HV)
         wide = [*[(*tokens, problem.K)] * 3, tokens]
         return cls(
-            *(new(shape, torch.float32, device) for shape in wide),
-            *(new(squares, squares_dtype, device) for _ in range(2)),
+            *(memory.new(shape, torch.float32) for shape in wide),
+            *(memory.new(squares, squares_dtype) for _ in range(2)),
         )
 
     @property

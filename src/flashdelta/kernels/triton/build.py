@@ -10,8 +10,8 @@ from ...parallel.merge import around_recurrence
 from ...problem.problem import BACKWARD, Problem, Tensors
 from ...problem.split import segments_of_call
 from ...program.launch import Launch, capability, sm_count
-from ...program.program import Outputs, Program, Step
-from ...program.workspace import Layout, Workspace
+from ...program.plan import Outputs, Plan, Step, new_outputs
+from ...program.workspace import Layout, Workspace, in_slots
 from ..stages.launch import StageCall, layout, prepare_inputs
 from ..stages.segments import lasting_segments
 from . import convolution, gradients, norm
@@ -28,22 +28,23 @@ from .verify import verify
 from .wy import wy_dqkg
 
 
-def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
+def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan:
     """The program, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
+    t = in_slots(t)
     if problem.operation == "chunk" + BACKWARD:
         return gradients.backward(problem, t, arch)
     if problem.keeps:
         return gradients.forward(problem, t, arch)
-    outputs = Outputs(t.device) if problem.operation.endswith(BACKWARD) else Outputs.of(problem, t)
+    outputs = Outputs() if problem.operation.endswith(BACKWARD) else new_outputs(problem, t)
     t, copies = prepare_inputs(problem, t)
-    return Program(outputs, LAUNCHES[problem.operation](problem, t, arch, outputs), copies)
+    return Plan(t.memory, outputs, [*copies, *LAUNCHES[problem.operation](problem, t, arch, outputs)])
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     most = room(problem, arch, sm_count(t.device))
     wanted = layout(problem, segments_of_call(problem, most, SPLIT_COSTS))
-    workspace = Workspace.allocate(wanted, t.device, lasting_segments(problem, wanted, outputs))
+    workspace = Workspace.allocate(wanted, t.memory, lasting_segments(problem, wanted, outputs, t.memory))
     call = StageCall(problem, t, arch, workspace)
     o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
     prepared, carried, stored = prepare(call), list[Step](), list[Step]()
@@ -56,7 +57,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
 def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Without `u` among the outputs those of `chunk_kda`, but that `w` lies in one; with it `output` is a stage of its own."""
     o, w, u, final_state = outputs["o"].view(t.v.shape), outputs["w"], outputs.get("u"), outputs.get("final_state")
-    call = StageCall(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.device, {"w": w}))
+    call = StageCall(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.memory, {"w": w}))
     if u is None:
         return [prepare(call), recurrence(call, o, final_state, None)]
     states = recurrence(call, None, final_state, call.workspace["h"], v_new=o, u=u)

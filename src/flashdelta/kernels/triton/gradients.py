@@ -11,7 +11,7 @@ from ...parallel.merge import carried_states
 from ...problem.problem import Problem, Tensors
 from ...problem.split import segments_of_call
 from ...program.launch import sm_count
-from ...program.program import Program, Step
+from ...program.plan import Plan, Step
 from ..stages import backward_pass
 from ..stages.backward_pass import Kept, Stages
 from ..stages.launch import StageCall, layout, prepare_inputs
@@ -23,11 +23,11 @@ from .segments import SPLIT_COSTS, before_segments, outgoing, room
 from .wy import wy
 
 
-def forward(problem: Problem, t: Tensors, arch: int) -> Program:
+def forward(problem: Problem, t: Tensors, arch: int) -> Plan:
     return backward_pass.forward(stages_of(problem, t, arch))
 
 
-def backward(problem: Problem, t: Tensors, arch: int) -> Program:
+def backward(problem: Problem, t: Tensors, arch: int) -> Plan:
     return backward_pass.backward(stages_of(problem, t, arch))
 
 

@@ -17,10 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Result, Tensors
+from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
-from ...program.program import Outputs
-from ...program.workspace import new
+from ...program.plan import Outputs
 from ..shared.gates import quick_sigmoid
 from .sums import sums
 
@@ -193,9 +192,9 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
     overlaps = arch >= 90
     c, rows = norm_config(problem, backward=True), x.shape[:3].numel()
     tiles = -(-rows // c.ROWS)
-    partials = new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32, t.device)
-    dtypes = {"x": problem.dtype, "z": problem.output_dtype}
-    dx, dz = (outputs.allocate(role, Result(problem.shape, dtype)) for role, dtype in dtypes.items())
+    partials = t.memory.new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32)
+    dx, dz = (t.memory.new(problem.shape, dtype) for dtype in (problem.dtype, problem.output_dtype))
+    outputs |= {"x": dx, "z": dz}
     yield Launch(
         norm_backward_kernel,
         partials.shape[0],
@@ -208,5 +207,5 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
         overlaps=overlaps,
         scratch=(partials,),
     )
-    dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
+    outputs["weight"] = dweight = t.memory.new(t.weight.shape, t.weight.dtype)
     yield sums(partials, dweight, None, overlaps)

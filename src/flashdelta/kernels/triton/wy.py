@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, strides
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..shared.gates import LOG2E, beta_of, decay_rate
 from ..shared.norms import row_norms
 from ..shared.products import summand
