@@ -40,7 +40,7 @@ def carried_states(
         to = ALL if goes_back and problem.ranks > 2 else LATER
         told = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
         if problem.relays and problem.rank == 0:
-            call = replace(call, packet=packet, beside=(*call.beside, packet))
+            call = replace(call, packet=packet)
             after.append(told)
         else:
             if problem.rank < problem.ranks - 1:
@@ -52,8 +52,7 @@ def carried_states(
     before.append(merge(call, packets, None, states))
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
     t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
-    # what reads the states keeps them alive, as scratch
-    return before, replace(call, problem=from_here, t=t, beside=(*call.beside, states)), after
+    return before, replace(call, problem=from_here, t=t), after
 
 
 def around_recurrence(
@@ -65,7 +64,6 @@ def around_recurrence(
     if not call.problem.has_pool:
         return before, from_here, outputs.get("final_state"), after
     final_state = call.t.memory.new(call.problem.state_shape, torch.float32)
-    from_here = replace(from_here, beside=(*from_here.beside, final_state))
     return before, from_here, final_state, [*after, store_ends(call, final_state)]
 
 

@@ -64,8 +64,7 @@ class Launch:
     The grid is `[ctas, rows]`. `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both
     in the kernel's order.
     `max_registers` caps the registers of a thread, so that more CTAs fit on an SM. `overlaps`: the kernel waits
-    for the one before it by itself, so it may be started early (programmatic dependent launch). `scratch` are the buffers that
-    temporary arguments lie in: what kernels of one call leave for each other.
+    for the one before it by itself, so it may be started early (programmatic dependent launch).
     """
 
     kernel: JITFunction
@@ -75,7 +74,6 @@ class Launch:
     num_warps: int
     max_registers: int | None = None
     overlaps: bool = False
-    scratch: tuple[torch.Tensor, ...] = ()
     rows: int = 1
 
     def options(self) -> dict[str, int | bool | str]:

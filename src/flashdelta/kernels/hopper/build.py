@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 
@@ -88,5 +87,5 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     if not aligned(o):  # the caller's own
         o = t.memory.new(o.shape, o.dtype)
         stored += strided_copy(o, outputs["o"])
-    last = recurrence(replace(call, beside=(*call.beside, o)), o, final_state, outputs.get("h"), steps=steps)
+    last = recurrence(call, o, final_state, outputs.get("h"), steps=steps)
     return [prepared, *carried, *split, last, *stored]

@@ -388,5 +388,4 @@ def intra(problem: Problem, t: Tensors, parts: Parts, heads: ByHead) -> Launch:
             PREFETCH=problem.K == 128 and problem.g_dtype == torch.bfloat16,
         ),
         num_warps=4 * (problem.K // 64),
-        scratch=(*parts.buffers, *heads.buffers(problem)),
     )

@@ -851,7 +851,6 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
             OVERLAPS=plan is not None or overlaps_prepare(call),
         ),
         num_warps=4,
-        scratch=call.buffers,
         # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
         max_registers=168 if problem.safe_gate or problem.K == 128 else None,
         rows=rows,

@@ -682,7 +682,6 @@ def prepare_steps(call: StageCall) -> Launch:
         ),
         dict(K=problem.K, GATE=problem.gate, BETA=problem.beta_kind, FLAGS=FLAGS, SAFE=problem.safe_gate),
         num_warps=4,
-        scratch=call.buffers,
         # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
         max_registers=96 if problem.K == 64 and problem.safe_gate else 128,
         rows=rows,

@@ -621,5 +621,4 @@ def recurrence(
         ),
         num_warps=4,
         overlaps=overlaps,
-        scratch=call.buffers,
     )

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ..stages.backward_pass import Kept, Scanned, reverse_scratch
+from ..stages.backward_pass import Kept, Scanned
 from ..stages.launch import or_empty
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
@@ -271,5 +271,4 @@ def reverse(
             STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
         ),
         num_warps=4,
-        scratch=reverse_scratch(kept, scanned, final, initial, packet),
     )

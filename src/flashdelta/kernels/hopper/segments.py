@@ -8,8 +8,6 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -428,8 +426,7 @@ def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
 
 def outgoing(call: StageCall, packet: Tensor, steps: bool = False) -> Launch:
     """Of the sequences that go on to the next rank (`stages/merge.py`). `steps`: after `prepare_steps`."""
-    launch = _transitions(call, [packet, packet[:, :, -call.problem.V :], None, None], None, steps)
-    return replace(launch, scratch=(*call.buffers, packet))
+    return _transitions(call, [packet, packet[:, :, -call.problem.V :], None, None], None, steps)
 
 
 def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tensor | None, steps: bool) -> Launch:
@@ -457,7 +454,6 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
         ),
         num_warps=4,
         overlaps=True,
-        scratch=call.buffers,
     )
 
 

@@ -444,8 +444,7 @@ def wy(problem: Problem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
     found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
     gate = dict(GATE=problem.gate, SAFE=problem.safe_gate)
     rest = dict(BETA=problem.beta_kind, L2NORM=problem.l2norm, V_FIRST=True)
-    launch = _wy(problem, x, found, problem.slots, **gate, **rest)
-    return replace(launch, scratch=(*x.kept(), *parts.buffers))
+    return _wy(problem, x, found, problem.slots, **gate, **rest)
 
 
 def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:

@@ -39,11 +39,6 @@ class Kept:
     whole: bool = False
 
     @property
-    def beside(self) -> tuple[Tensor, ...]:
-        """The workspace."""
-        return self.Akk_inv, self.h, self.v_new
-
-    @property
     def split(self) -> bool:
         """Whether sequences may be."""
         return not self.whole and self.workspace.get("starts") is not None
@@ -203,8 +198,3 @@ def gradients_of_segments(stages: Stages, kept: Kept, dht: Tensor | None) -> Ite
     yield stages.reverse(problem, t, kept, None, dht, None, None)
     given = replace(problem, has_initial_state=dht is not None)
     yield compose(StageCall(given, replace(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)
-
-
-def reverse_scratch(kept: Kept, scanned: Scanned | None, *states: Tensor | None) -> tuple[Tensor, ...]:
-    left = () if scanned is None else (scanned.dv, scanned.dh)
-    return (kept.workspace.buffer, *left, *(x for x in states if x is not None))

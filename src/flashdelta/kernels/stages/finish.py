@@ -122,11 +122,6 @@ class ByHead:
         shared = {"q": self.q, "k": self.k} if problem.group == 1 else {}
         return {**shared, "g": self.g, "beta": self.beta}
 
-    def buffers(self, problem: Problem) -> tuple[Tensor, ...]:
-        """The others."""
-        shared = () if problem.group == 1 else (self.q, self.k)
-        return *shared, *self.parameters().values()
-
     def parameters(self) -> dict[str, Tensor]:
         """The parts of those that the call has."""
         return {name: x for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias)) if x is not None}
@@ -140,7 +135,7 @@ def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> lis
     if problem.group > 1:
         for name in ("q", "k"):
             outputs[name] = t.memory.new((problem.B, problem.T, problem.H, problem.K), problem.dtype)
-    launches, scratch = [], heads.buffers(problem)
+    launches = []
     if heads.parameters():
         launches.append(
             Launch(
@@ -152,7 +147,6 @@ def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> lis
                 ),
                 dict(K=problem.K),
                 num_warps=16,
-                scratch=scratch,
             )
         )
     rows = 16 if problem.group > 1 else 64
@@ -169,7 +163,6 @@ def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> lis
                 ),
                 dict(K=problem.K, V=problem.V, GROUP=problem.group, ROWS=rows),
                 num_warps=4,
-                scratch=scratch,
             )
         )
     return launches

@@ -21,14 +21,8 @@ class StageCall:
     t: Tensors
     arch: int
     workspace: Workspace
-    beside: tuple[Tensor, ...] = ()
-    """Scratch that is not in the workspace."""
     packet: Tensor | None = None
     """Where the first of two ranks leaves the states of sequences that go on to the second (`merge.py`)."""
-
-    @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        return (self.workspace.buffer, *self.beside)
 
     @property
     def may_split(self) -> bool:

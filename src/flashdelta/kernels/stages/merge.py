@@ -116,7 +116,6 @@ def store_ends(call: StageCall, final_state: Tensor) -> Launch:
         ),
         dict(SIZE=problem.K * problem.V, BLOCK=1024),
         num_warps=4,
-        scratch=(final_state,),
     )
 
 
@@ -143,7 +142,6 @@ def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Te
             STAGES=c.stages,
         ),
         c.num_warps,
-        scratch=(packets, merged) if gradients is None else (packets, merged, gradients),
     )
 
 

@@ -149,7 +149,6 @@ def compose(call: StageCall, final_state: Tensor | None, backward: bool = False)
         ),
         c.num_warps,
         overlaps=overlaps,
-        scratch=call.buffers,
     )
 
 

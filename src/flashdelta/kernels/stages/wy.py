@@ -36,10 +36,6 @@ class WyOperands:
             *(self.Akk_inv, self.h, self.v_new, self.do, self.dv, self.dh),
         )
 
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        """What stages before it left."""
-        return self.Akk_inv, self.h, self.v_new, self.dv, self.dh
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -61,7 +57,3 @@ class Parts:
             *(memory.new(shape, torch.float32) for shape in wide),
             *(memory.new(squares, squares_dtype) for _ in range(2)),
         )
-
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        return self.grad_q, self.grad_k, self.grad_G, self.grad_beta, self.grad_A, self.grad_Aqk

@@ -670,7 +670,6 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
         c.num_warps,
         c.max_registers,
         overlaps,
-        scratch=() if partials is None else (partials,),
     )
     if partials is not None:
         yield sums(partials, dweight, dbias, overlaps)

@@ -52,7 +52,7 @@ def stages_of(problem: Problem, t: Tensors, arch: int) -> Stages:
 def scan(
     problem: Problem, t: Tensors, arch: int, room: int, kept: Kept, o: Tensor | None, final_state: Tensor | None
 ) -> list[Step]:
-    call = StageCall(problem, t, arch, kept.workspace, kept.beside)
+    call = StageCall(problem, t, arch, kept.workspace)
     prepared, carried, told = prepare(call, kept.Akk_inv), list[Step](), list[Step]()
     if problem.ranks > 1:
         carried, call, told = carried_states(call, outgoing, kept.packets)

@@ -248,5 +248,4 @@ def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) 
             PRECISION=backward_precision(problem, arch),
         ),
         c.num_warps,
-        scratch=(*parts.buffers, *heads.buffers(problem)),
     )

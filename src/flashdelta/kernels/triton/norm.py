@@ -205,7 +205,6 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
         dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),
         c.num_warps,
         overlaps=overlaps,
-        scratch=(partials,),
     )
     outputs["weight"] = dweight = t.memory.new(t.weight.shape, t.weight.dtype)
     yield sums(partials, dweight, None, overlaps)

@@ -91,5 +91,4 @@ def output(call: StageCall, o: Tensor) -> Launch:
             STAGES=c.stages,
         ),
         c.num_warps,
-        scratch=call.buffers,
     )

@@ -385,4 +385,4 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = N
         kernel, constants = prepare_kernel, constants | {"V": problem.V}
         values = (None if u is None else t.v, u)
         arguments = (*inputs, *left, *values, *scalars, *strides(t.q, t.k, t.g, t.beta, t.v))
-    return Launch(kernel, chunks(problem), arguments, constants, c.num_warps, scratch=call.buffers)
+    return Launch(kernel, chunks(problem), arguments, constants, c.num_warps)

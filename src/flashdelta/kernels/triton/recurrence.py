@@ -335,5 +335,4 @@ def recurrence(
         ),
         scan_constants(problem, c, c.BV),
         c.num_warps,
-        scratch=call.buffers,
     )

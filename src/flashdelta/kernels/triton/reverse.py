@@ -26,7 +26,7 @@ from ...program.launch import Launch, strides
 from ..shared.segments import place_segment, segment_of
 from ..shared.sequences import crossing_packet, own_work_tile
 from ..shared.states import load_state, state_offsets, store_state
-from ..stages.backward_pass import Kept, Scanned, reverse_scratch
+from ..stages.backward_pass import Kept, Scanned
 from ..stages.launch import or_empty
 from .recurrence import recurrence_config, scan_constants
 
@@ -150,5 +150,4 @@ def reverse(
         ),
         scan_constants(problem, c, c.BV),
         c.num_warps,
-        scratch=reverse_scratch(kept, scanned, final, initial, packet),
     )

@@ -9,8 +9,6 @@ scans a sequence's segments and leaves the state before each, from which `recurr
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -181,7 +179,6 @@ def plan(call: StageCall, room: int) -> Launch:
         ),
         dict(C=problem.chunk_size, BLOCK=128),
         num_warps=4,
-        scratch=call.buffers,
     )
 
 
@@ -191,8 +188,7 @@ def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> L
 
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
     """Of the sequences that go on to the next rank (`merge.py`)."""
-    launch = _transitions(call, call.problem.packets, [packet, packet[:, :, -call.problem.V :], None], None)
-    return replace(launch, scratch=(*call.buffers, packet))
+    return _transitions(call, call.problem.packets, [packet, packet[:, :, -call.problem.V :], None], None)
 
 
 def _transitions(call: StageCall, segments: int, where: list[Tensor | None], final_state: Tensor | None) -> Launch:
@@ -215,7 +211,6 @@ def _transitions(call: StageCall, segments: int, where: list[Tensor | None], fin
         ),
         scan_constants(problem, c, BV),
         c.num_warps,
-        scratch=call.buffers,
     )
 
 

@@ -18,7 +18,7 @@ and the gradient `dS'` of the state after it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -367,8 +367,7 @@ def wy_launch(
 def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
     found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
     kinds = dict(GATE=problem.gate, BETA=problem.beta_kind, L2NORM=problem.l2norm, BY_TOKEN=False, V_FIRST=True)
-    launch = wy_launch(problem, arch, x, found, problem.slots, **kinds)
-    return replace(launch, scratch=(*x.kept(), *parts.buffers))
+    return wy_launch(problem, arch, x, found, problem.slots, **kinds)
 
 
 def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
