@@ -19,7 +19,7 @@ AUTO = 0
 """Instead of a number of segments: as many as pay."""
 
 BACKWARD = "_backward"
-"""Ends the name of an operation whose program is the backward pass of one."""
+"""Ends the name of an operation whose plan is the backward pass of one."""
 
 DECODE_TOKENS = 17
 """Tokens that `recurrent_kda` takes of a sequence at most: a token and sixteen drafts."""

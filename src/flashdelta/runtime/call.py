@@ -23,10 +23,7 @@ from . import autograd, torch_ops
 
 CACHE: LaunchCache[Any] = LaunchCache()
 
-Pairs = Sequence[tuple[int, Sequence[int]]]
-"""Of tensors, by place, that a call writes, and those which must not share their memory."""
-
-CALLS: dict[Callable[..., Any], Call] = {}
+CALLS: dict[Callable[..., Any], Dispatcher] = {}
 """By public function."""
 
 
@@ -48,9 +45,9 @@ class Refused:
         raise NoKernel(self.why)
 
 
-class Call:
-    """The calls of a public function. It passes its tensors and its options, each in the order of its signature, and last the
-    tensors `beside`, which come from an option."""
+class Dispatcher:
+    """The way of a public function's calls. It passes its tensors and its options, each in the order of its signature, and
+    last the tensors `beside`, which come from an option."""
 
     def __init__(self, operation: Operation, function: Callable[..., Any], beside: tuple[str, ...] = ()):
         self.signature = inspect.signature(function)
@@ -60,13 +57,13 @@ class Call:
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         self.place = place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
-        self.pairs: Pairs = [
+        self.pairs = [
             (place[role], [place[other] for other in others if other in place])
             for role, others in operation.overlaps.items()
         ]
         CALLS[function] = self
 
-    def run(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
+    def __call__(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
         """The results by name. `host`: what the host knows of device data, on which launches depend, too."""
         entry, key, addresses = CACHE.find(self.kind if host is None else (self.kind, host), tensors, options)
         if entry is not None:
@@ -216,7 +213,7 @@ def count_writes(tensors: Sequence[Tensor | None], places: Sequence[int]) -> Non
         increment_version(written)
 
 
-def public_call(op: Callable[..., Any]) -> Call:
+def public_call(op: Callable[..., Any]) -> Dispatcher:
     if not callable(op) or op not in CALLS:
         places = ((f, "kernels." if call.kind == "wy" else "") for f, call in CALLS.items())
         names = ", ".join(f"flashdelta.{place}{function.__name__}" for function, place in places)

@@ -1,6 +1,6 @@
 """Stage `copy`: inputs that no kernel reads in place, laid out anew, and an output that none writes in place. `copy_kernel` has
 tokens with their channels, `strided_copy_kernel` everything else. `Tensor.contiguous` takes four times as long for tokens that
-lie innermost, and what PyTorch computes while a program is built can't be replayed."""
+lie innermost, and would be no part of a plan."""
 
 from __future__ import annotations
 

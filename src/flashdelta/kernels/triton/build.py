@@ -1,4 +1,4 @@
-"""From a validated call to the program that runs it."""
+"""From a validated call to its plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .wy import wy_dqkg
 
 
 def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan:
-    """The program, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
+    """The plan, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
     t = in_slots(t)
     if problem.operation == "chunk" + BACKWARD:
