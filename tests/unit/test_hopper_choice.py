@@ -21,7 +21,7 @@ from flashdelta.kernels.hopper.segments import SPLIT_COSTS, may_try, room, split
 from flashdelta.problem.problem import record_width
 from flashdelta.problem.split import segments_of_call
 from flashdelta.program.launch import Launch
-from flashdelta.program.workspace import Workspace
+from flashdelta.program.workspace import Workspace, in_slots
 from flashdelta.runtime.call import check
 from flashdelta.runtime.warmup import _warm_sizes
 
@@ -188,7 +188,8 @@ def test_declines_the_token_recurrence_but_for_one_token():
 def launched(call: dict) -> tuple[list, tuple[Tensor, ...]]:
     """The launches of a call on the CPU's memory (they are not run), and its inputs."""
     problem, t = check(fd.chunk_kda, **call)
-    return [*build(problem, t, 90).launches], (t.q, t.k, t.v, t.g, t.beta)
+    launches, t = build(problem, t, 90).launches, in_slots(t)
+    return launches, (t.q, t.k, t.v, t.g, t.beta)
 
 
 def read(launch, *names: str) -> list:
@@ -238,10 +239,11 @@ def test_wy_reads_copies_of_what_is_off_a_boundary(layout: str, copied: bool):
     call = make_wy(WyCase("copied", "", K=64, V=128, H=1, HV=2, layout=layout, log2=True), BF16)
     problem, t = check(fd.kernels.chunk_bwd_wy_dqkg, **call)
     *copies, wy = build(problem, t, 90).launches
+    given = in_slots(t)
     names = ("q", "k", "g", "v", "A", "h", "v_new", "do", "dv", "dh")
     parameters = ("q", "k", "g", "v", "Akk_inv", "h", "v_new", "grad_o", "grad_v_new", "grad_h")
     for name, x in zip(names, read(wy, *parameters)):
-        assert (x.data_ptr() != call[name].data_ptr()) == copied, name
+        assert (x.data_ptr() != getattr(given, name).data_ptr()) == copied, name
         assert x.shape == call[name].shape
     # by dtypes, tokens and channels, four at most together
     assert sum(launch.rows for launch in copies) == len(names) * copied and len(copies) <= 8
@@ -281,12 +283,11 @@ def test_rows_of_a_batch_may_be_any_distance_apart():
 @pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("lengths", [None, (65, 0, 3)], ids=["fixed", "packed"])
 def test_the_workspace_has_the_size_it_states(lengths: tuple[int, ...] | None, dims: tuple[int, int]):
-    problem, _ = check(fd.chunk_kda, **meta_call(replace(KIMI, K=dims[0], V=dims[1], T=300, lengths=lengths)))
-    workspace = Workspace.allocate(layout(problem), torch.device("cpu"))
+    problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, K=dims[0], V=dims[1], T=300, lengths=lengths)))
+    memory = in_slots(t).memory
+    workspace = Workspace.allocate(layout(problem), memory)
     tensors = workspace.select(*layout(problem))
-    assert {x.untyped_storage().data_ptr() for x in tensors} == {workspace.buffer.data_ptr()}, (
-        "more than one allocation"
-    )
+    assert len({memory.find(x)[0] for x in tensors}) == 1, "more than one allocation"
     assert sum(x.nbytes for x in tensors) == workspace.buffer.nbytes
     assert all(x.data_ptr() % 16 == 0 for x in tensors)
     assert math.prod(workspace["decay"].shape) == problem.B * problem.slots * problem.HV * problem.K
