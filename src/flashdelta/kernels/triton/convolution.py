@@ -121,13 +121,14 @@ def load_earlier(rows, token_stride, states, input_stride, past, stated, inside,
 
 
 @triton.jit
-def filtered(bias, w, x0, x, W):
-    """`bias + w[0] x[2] + w[1] x[1] + w[2] x[0] + w[3] x0`. A tap that is not there leaves its input out, which may be
-    infinite."""
+def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W):
+    """`bias + w0 x3 + w1 x2 + w2 x1 + w3 x0`. A tap that is not there leaves its input out, which may be infinite."""
     p = bias
-    for i in tl.static_range(4 - W, 3):
-        p = tl.fma(w[i], x[2 - i], p)
-    return tl.fma(w[3], x0, p)
+    if W >= 4:
+        p = tl.fma(w0, x3, p)
+    if W >= 3:
+        p = tl.fma(w1, x2, p)
+    return tl.fma(w3, x0, tl.fma(w2, x1, p))
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -158,13 +159,13 @@ def convolution_kernel(
         filters = load_filters(weight, channel, D, W)
         ahead = load_first(own, x_token, count, inside, AHEAD)
         states = initial + slot * initial_slot + channel * initial_channel
-        earlier = load_earlier(
+        x1, x2, x3 = load_earlier(
             own, x_token, states, initial_input, tile * BT, (tile == 0) & (read != 0), inside, W, L
         )  # fmt: skip
         b = tl.zeros([BD], tl.float32)
         if bias is not None:
             b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-        taps = taps_of(filters)
+        w0, w1, w2, w3 = taps_of(filters)
         if (tile == 0) & (stored != 0):
             store_last(
                 rows, x_token, initial, final, slot, slot, read, begin, end, channel, inside,
@@ -179,11 +180,13 @@ def convolution_kernel(
                 t = first + i
                 later = load_input(from_first, x_token, i + AHEAD, inside, count > t + AHEAD)
                 x0 = ahead[0].to(tl.float32)
-                p = filtered(b, taps, x0, earlier, W)
+                p = filtered(b, w0, w1, w2, w3, x3, x2, x1, x0, W)
                 if SILU:
                     p *= quick_sigmoid(p)
                 tl.store(to_first + i * o_token, p.to(o.dtype.element_ty), mask=only_if(inside, count > t))
-                earlier = (x0,) + earlier[:2]
+                x3 = x2
+                x2 = x1
+                x1 = x0
                 ahead = ahead[1:] + (later,)
 
 
@@ -249,22 +252,16 @@ def convolution_checkpoints_kernel(
 
 
 @triton.jit
-def gradient_before(w, p0, p, W):
+def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W):
     """The gradient of the input `W - 1` tokens back."""
-    grad = tl.zeros_like(p0)
-    for i in tl.static_range(4 - W, 3):
-        grad = tl.fma(w[7 - W - i], p[2 - i], grad)
-    return tl.fma(w[4 - W], p0, grad)
-
-
-@triton.jit
-def add_products(parts, p0, x0, x, counts, W):
-    """Each tap's sum of products of a gradient and an input, with one more where it `counts`."""
-    found = parts[: 4 - W]
-    for i in tl.static_range(4 - W, 4):
-        total = tl.fma(p0, x0 if i == 3 else x[2 - i], parts[i])
-        found += (total if counts is None else tl.where(counts, total, parts[i]),)
-    return found
+    none = tl.zeros_like(p0)
+    if W == 4:
+        grad = filtered(none, w3, w2, w1, w0, p3, p2, p1, p0, 4)
+    elif W == 3:
+        grad = filtered(none, w3, w3, w2, w1, p3, p2, p1, p0, 3)
+    else:
+        grad = filtered(none, w3, w3, w3, w2, p3, p2, p1, p0, 2)
+    return grad
 
 
 @triton.jit
@@ -274,8 +271,11 @@ def backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SIL
     tile, length, group, steps, own, live, channels, inside = places
     rows, grads, target, x_token, do_token, D = memory
     has_initial, has_final, in_state, grad_initial, grad_final = states
-    b, w = taps
-    ahead, ahead_grads, x, p, parts, s_bias = carried
+    b, w0, w1, w2, w3 = taps
+    ahead, ahead_grads, earlier, grads_of_p, parts = carried
+    x1, x2, x3 = earlier
+    p1, p2, p3 = grads_of_p
+    s0, s1, s2, s3, s_bias = parts
     TOKENS: tl.constexpr = AHEAD if PLAIN else 1
     found = ()
     loaded = tl.minimum(live, steps)
@@ -290,19 +290,29 @@ def backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SIL
         x0 = ahead[0].to(tl.float32)
         p0 = ahead_grads[0].to(tl.float32)
         if SILU:
-            y = filtered(b, w, x0, x, W)
-            s = quick_sigmoid(y)
-            p0 *= s * tl.fma(y, 1.0 - s, 1.0)
+            p = filtered(b, w0, w1, w2, w3, x3, x2, x1, x0, W)
+            s = quick_sigmoid(p)
+            p0 *= s * tl.fma(p, 1.0 - s, 1.0)
         if PLAIN:
-            parts = add_products(parts, p0, x0, x, None, W)
+            if W >= 4:
+                s0 = tl.fma(p0, x3, s0)
+            if W >= 3:
+                s1 = tl.fma(p0, x2, s1)
+            s2 = tl.fma(p0, x1, s2)
+            s3 = tl.fma(p0, x0, s3)
             s_bias += p0
         else:
             p0 = tl.where(only_if(inside, loaded > t), p0, 0.0)
             # a product that does not count may be NaN
             counts = only_if(inside, tl.minimum(own, live) > t)
-            parts = add_products(parts, p0, x0, x, counts, W)
+            if W >= 4:
+                s0 = tl.where(counts, tl.fma(p0, x3, s0), s0)
+            if W >= 3:
+                s1 = tl.where(counts, tl.fma(p0, x2, s1), s1)
+            s2 = tl.where(counts, tl.fma(p0, x1, s2), s2)
+            s3 = tl.where(counts, tl.fma(p0, x0, s3), s3)
             s_bias = tl.where(counts, s_bias + p0, s_bias)
-        grad = gradient_before(w, p0, p, W)
+        grad = gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W)
         back = t - (W - 1)
         found += (p0,)  # type: ignore[assignment]
         if not PLAIN:
@@ -323,18 +333,22 @@ def backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SIL
         if not PLAIN:
             stored = only_if(stored, steps > t)
         tl.store(target + (i - (W - 1)) * D, grad.to(target.dtype.element_ty), mask=stored)
-        x = (x0,) + x[:2]
-        p = (p0,) + p[:2]
+        x3 = x2
+        x2 = x1
+        x1 = x0
+        p3 = p2
+        p2 = p1
+        p1 = p0
         ahead = ahead[1:] + (later,)
         ahead_grads = ahead_grads[1:] + (later_grad,)
-    return (ahead, ahead_grads, x, p, parts, s_bias), found
+    return (ahead, ahead_grads, (x1, x2, x3), (p1, p2, p3), (s0, s1, s2, s3, s_bias)), found
 
 
 @triton.jit
-def store_sums(to, channel, channel_stride, tap_stride, D, parts, W):
+def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W):
     """Stores all groups' sums, the filters' gradients, always added in the same order."""
-    joined = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
-    total = tl.sum(tl.reshape(joined, (parts[0].shape[0], parts[0].shape[1], 4)), axis=0)
+    joined = tl.join(tl.join(s0, s2), tl.join(s1, s3))
+    total = tl.sum(tl.reshape(joined, (s0.shape[0], s0.shape[1], 4)), axis=0)
     tap = tl.arange(0, 4) - (4 - W)
     at = channel[:, None] * channel_stride + tap[None, :] * tap_stride
     tl.store(to + at, total.to(to.dtype.element_ty), mask=(channel < D)[:, None] & (tap >= 0)[None, :])
@@ -395,19 +409,22 @@ def convolution_backward_kernel(
     in_state = (n * D + channels) * L
     stated = (tile == 0) & (has_initial != 0) & (not EXCHANGE)
     before = only_if(inside, loaded > 0)
-    earlier = load_earlier(rows, x_token, initial + in_state[None, :], 1, past, stated, before, W, L)
+    x1, x2, x3 = load_earlier(rows, x_token, initial + in_state[None, :], 1, past, stated, before, W, L)
     b = tl.zeros([1, BD], tl.float32)
     if bias is not None:
         b = tl.load(bias + channel, mask=channel < D, other=0.0).to(tl.float32)
     w0, w1, w2, w3 = taps_of(filters)
-    w = (w0[None, :], w1[None, :], w2[None, :], w3[None, :])
+    w0 = w0[None, :]
+    w1 = w1[None, :]
+    w2 = w2[None, :]
+    w3 = w3[None, :]
     target = dx + (batch * T + start) * D + channel
     places = (tile, length, group, steps, own, live, channels, inside)
     memory = (rows, grads, target, x_token, do_token, D)
-    taps = (b, w)
+    taps = (b, w0, w1, w2, w3)
     none = tl.zeros([GROUPS, BD], tl.float32)
     # with the gradients of earlier tokens' `p`, and the sums
-    carried = (ahead, ahead_grads, earlier, (none, none, none), (none, none, none, none), none)
+    carried = (ahead, ahead_grads, (x1, x2, x3), (none, none, none), (none, none, none, none, none))
     if EXCHANGE:
         states = (0, 0, in_state, grad_initial, grad_final)
         carried, found = backward_turn(tokens * 0, places, memory, states, taps, carried, W, L, AHEAD, SILU, True)
@@ -415,24 +432,26 @@ def convolution_backward_kernel(
         for first in range(AHEAD, plain, AHEAD):
             carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, True)
         for first in range(plain, (tokens + GROUPS - 1) // GROUPS):
-            last = carried[3]  # of groups that are done
+            last1, last2, last3 = carried[3]  # of groups that are done
             carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, False)
-            p = carried[3]
+            p1, p2, p3 = carried[3]
             kept = (
-                tl.where(own > first, p[0], last[0]),
-                tl.where(own > first, p[1], last[1]),
-                tl.where(own > first, p[2], last[2]),
+                tl.where(own > first, p1, last1),
+                tl.where(own > first, p2, last2),
+                tl.where(own > first, p3, last3),
             )
-            carried = carried[:3] + (kept,) + carried[4:]
+            carried = (carried[0], carried[1], carried[2], kept, carried[4])
         # the first gradients of `p` of the next group; past the sequence there are none
         target += own.to(tl.int64) * D
-        p = carried[3]
+        p1, p2, p3 = carried[3]
         following = tl.broadcast_to(tl.minimum(group + 1, GROUPS - 1), (GROUPS, BD))
         for i in tl.static_range(W - 1):
             p0 = tl.where(group < GROUPS - 1, tl.gather(found[i], following, axis=0), 0.0)
-            grad = gradient_before(w, p0, p, W)
+            grad = gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W)
             tl.store(target + (i - (W - 1)) * D, grad.to(dx.dtype.element_ty), mask=inside)
-            p = (p0,) + p[:2]
+            p3 = p2
+            p2 = p1
+            p1 = p0
     else:
         states = (has_initial, has_final, in_state, grad_initial, grad_final)
         # loops of their own, so that what the plain one does not need takes no registers in it
@@ -444,7 +463,7 @@ def convolution_backward_kernel(
             carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, True)
         for first in range(plain, most):
             carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, False)
-    parts, s_bias = carried[4:]
+    s0, s1, s2, s3, s_bias = carried[4]
     if L == W and not EXCHANGE:  # noqa: SIM102 (a constant, and what is known when it runs)
         # the oldest input of the state only ever becomes that of a sequence without tokens
         if (tile == 0) & (has_initial != 0):
@@ -452,14 +471,14 @@ def convolution_backward_kernel(
             grad = tl.load(grad_final + in_state, mask=passed, other=0.0)
             tl.store(grad_initial + in_state, grad.to(grad_initial.dtype.element_ty), mask=channels < D)
     if partials is None:
-        store_sums(grad_weight, channels, W, 1, D, parts, W)
+        store_sums(grad_weight, channels, W, 1, D, s0, s1, s2, s3, W)
         if bias is not None:
             total = tl.sum(s_bias, axis=0)
             tl.store(grad_bias + channels, total.to(grad_bias.dtype.element_ty), mask=channels < D)
     else:
         COLUMNS: tl.constexpr = W if bias is None else W + 1
         sums_at = partials + (tl.program_id(0) // tl.cdiv(D, BD)).to(tl.int64) * COLUMNS * D
-        store_sums(sums_at, channels, 1, D, D, parts, W)
+        store_sums(sums_at, channels, 1, D, D, s0, s1, s2, s3, W)
         if bias is not None:
             tl.store(sums_at + W * D + channels, tl.sum(s_bias, axis=0), mask=channels < D)
 
