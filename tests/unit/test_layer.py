@@ -233,8 +233,8 @@ def test_tiles_of_a_convolution_s_gradients_fill_waves(T: int):
     x = torch.empty(1, T, 12288, dtype=torch.bfloat16, device="meta")
     problem, t = check(fd.short_convolution, x, x.new_empty(12288, 4))
     c = convolution.convolution_config(problem, t.device, backward=True)
-    assert c.BT == T if T < 8192 else c.BT % (c.ahead * c.groups) == 0
-    assert c.groups * (convolution.MOST_AT_ONCE if T < 8192 else convolution.MOST_TOKENS) >= c.BT
+    assert c.BT == T if T < 8192 else c.BT % (c.AHEAD * c.GROUPS) == 0
+    assert c.GROUPS * (convolution.MOST_AT_ONCE if T < 8192 else convolution.MOST_TOKENS) >= c.BT
     waves = convolution.token_tiles(problem, c)[1] * problem.D / c.BD / (132 * convolution.BACKWARD.ctas)
     assert 0.85 * math.ceil(waves) < waves
     assert convolution.BACKWARD.ctas == REGISTERS // (32 * c.num_warps * c.max_registers)
