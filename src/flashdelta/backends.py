@@ -6,39 +6,31 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from .problem.problem import Problem, Tensors
+from .problem.problem import Problem, Tensors, Written
 from .problem.split import planned_parts
 
 T = TypeVar("T")
 
 
-class Recording(Protocol):
-    """`program.Recorded`; a protocol, since kernels must not be imported before a call needs them."""
+class Executable(Protocol):
+    """`program.plan.Plan`, or what stands for one where nothing is launched; a protocol, since kernels must not be imported
+    before a call needs them."""
 
-    used: int
-    pairs: Sequence[tuple[int, Sequence[int]]]
-    writes: Sequence[int]
-    refuse: Callable[[Sequence[Tensor | None]], None] | None
+    lasting: bool
+    """Whether it runs other calls like its own, too."""
 
-    def usable(self, addresses: Sequence[int]) -> bool | None: ...
+    def bind(
+        self, t: Tensors, tensors: Sequence[Tensor | None], places: Sequence[int], written: Written | None = None
+    ) -> None: ...
 
-    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> dict[str, Tensor]: ...
-
-
-class Runnable(Protocol):
-    """`program.Program`, or what stands for one where nothing is launched."""
-
-    @property
-    def recorded(self) -> Recording | None: ...
-
-    def run(self, record: Sequence[Tensor | None] | None = None) -> Mapping[str, Tensor]: ...
+    def execute(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]: ...
 
 
 class Backend:
@@ -66,8 +58,8 @@ class Backend:
         """Why `auto` should rather take another backend that can run the call, or None."""
         return None
 
-    def build(self, problem: Problem, t: Tensors) -> Runnable:
-        """The program of a call that meets no obstacle, or of its backward pass."""
+    def build(self, problem: Problem, t: Tensors) -> Executable:
+        """The plan of a call that meets no obstacle, or of its backward pass."""
         raise NotImplementedError
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
@@ -224,7 +216,7 @@ class HopperBackend(Backend):
             return self._width_obstacle(problem)
         return self._head_obstacle(problem)
 
-    def build(self, problem: Problem, t: Tensors) -> Runnable:
+    def build(self, problem: Problem, t: Tensors) -> Executable:
         return build_hopper(problem.in_chunks, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
@@ -235,13 +227,13 @@ class HopperBackend(Backend):
         return planned_parts(problem, chunks, 0 if in_steps(problem, most) else most, SPLIT_COSTS)
 
 
-def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Runnable:
-    """The program for Hopper; the portable one for steps that its kernels leave: few states, or states on no 16 bytes."""
+def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Executable:
+    """The plan for Hopper; the portable one for steps that its kernels leave: few states, or states on no 16 bytes."""
     from .kernels.hopper.build import build
     from .kernels.triton.build import build as portable
 
-    program = build(problem, t, arch)
-    return portable(problem, t, arch) if program is None else program
+    plan = build(problem, t, arch)
+    return portable(problem, t, arch) if plan is None else plan
 
 
 class TritonBackend(Backend):
@@ -282,7 +274,7 @@ class TritonBackend(Backend):
     def drawback(self, problem: Problem, device: torch.device) -> str | None:
         return "the Triton interpreter is for testing" if device.type == "cpu" else None
 
-    def build(self, problem: Problem, t: Tensors) -> Runnable:
+    def build(self, problem: Problem, t: Tensors) -> Executable:
         from .kernels.triton.build import build  # decorated kernels read TRITON_INTERPRET when first imported
 
         return build(problem.in_chunks, t)
@@ -306,7 +298,7 @@ class ReferenceBackend(Backend):
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         return None
 
-    def build(self, problem: Problem, t: Tensors) -> Runnable:
+    def build(self, problem: Problem, t: Tensors) -> Executable:
         from .reference import build
 
         return build(problem, t)

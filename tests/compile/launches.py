@@ -7,7 +7,7 @@ left out, so that a rename changes nothing. `make record` writes the file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,9 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.problem.operations import PRECISIONS
-from flashdelta.program.launch import Launch
+from flashdelta.problem.problem import Tensors
+from flashdelta.program.launch import base_of
+from flashdelta.program.plan import Plan
 from flashdelta.runtime.call import check
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
@@ -43,28 +45,33 @@ FILE = Path(__file__).with_name("launches.tsv")
 Traces = dict[str, str]
 
 
-def kind(x: object, storages: dict[int, int]) -> object:
-    """Kind of an argument. Storages are numbered as they appear, so that what one launch leaves another shows."""
-    tensor = getattr(x, "base", x)
-    if not isinstance(tensor, Tensor):
+def kind(x: object, plan: Plan, inputs: list[Tensor], storages: dict[int, int]) -> object:
+    """Of an argument. Storages are numbered as they appear, so that what one launch leaves another shows."""
+    tensor = base_of(x)
+    if tensor is None:
         return x
-    number = storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
-    where = tensor.dtype, *tensor.shape, *tensor.stride(), number, tensor.storage_offset()
+    # not so what stands for an absent tensor
+    in_slots = tensor.numel() > 0 or tensor.storage_offset() > 0
+    storage, begin = plan.memory.find(tensor) if in_slots else (id(tensor), 0)
+    if in_slots and storage < len(inputs):
+        given = inputs[storage]
+        storage, begin = given.untyped_storage()._cdata, begin + given.storage_offset() * given.element_size()
+    number = storages.setdefault(storage, len(storages))
+    where = tensor.dtype, *tensor.shape, *tensor.stride(), number, begin // tensor.element_size()
     return where if tensor is x else (*where, x.block_shape, x.layout.swizzle_byte_width)
 
 
-def trace(launches: Iterable[Launch]) -> list[tuple]:
-    """Describes the launches by position."""
-    storages: dict[int, int] = {}
-    found = list(launches)  # all at once: a storage that is gone could give its identity to another
+def trace(plan: Plan, t: Tensors) -> list[tuple]:
+    """What the launches are, by position."""
+    storages, inputs = dict[int, int](), [*t.present().values()]
     return [
         (
             (launch.ctas, launch.rows),
-            tuple(kind(x, storages) for x in launch.arguments),
+            tuple(kind(x, plan, inputs, storages) for x in launch.arguments),
             tuple(launch.constants.values()),
             tuple(sorted(launch.options().items())),
         )
-        for launch in found
+        for launch in plan.launches
     ]
 
 
@@ -83,7 +90,7 @@ class Traced(NamedTuple):
         if self.backward:
             program = backward_of(*program)
         architectures = (90,) if self.backend == "hopper" else ARCHITECTURES
-        return [trace(BUILD[self.backend](*program, arch).launches) for arch in architectures]
+        return [trace(BUILD[self.backend](*program, arch), program[1]) for arch in architectures]
 
 
 def in_dtype(call: dict, dtype: torch.dtype) -> dict:

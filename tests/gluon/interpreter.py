@@ -1,6 +1,6 @@
 """An interpreter for Gluon, and for the Triton kernels beside it: kernels run on CPU tensors, from the real host code.
 
-    with hopper_on_cpu():                                   # Launch.run interprets, and the Hopper backend takes CPU tensors
+    with hopper_on_cpu():                                   # launches are interpreted, and the Hopper backend takes CPU tensors
         fd.chunk_kda(**make_call(case, torch.bfloat16), backend="hopper")
     run(launch)                                             # or one `Launch`, such as a new kernel's, at a time
 
@@ -39,6 +39,7 @@ from flashdelta.kernels.hopper import build
 from flashdelta.kernels.hopper.device import compat
 from flashdelta.program.launch import Launch
 
+from ..support.replays import interpreted_by
 from . import language, machine
 from .language import Module
 from .machine import Cta, run_ctas
@@ -231,7 +232,7 @@ def hopper_on_cpu(sms: int | None = None, **order: bool) -> Iterator[None]:
     patches = [
         *(mock.patch.object(kind, "obstacle", _as_on_hopper(kind.obstacle)) for kind in kinds),
         mock.patch.object(backends, "_cached_capability", lambda index: (9, 0)),
-        mock.patch.object(Launch, "run", run),
+        mock.patch.object(Launch, "compiled", interpreted_by(run)),
         mock.patch.object(build, "capability", lambda device: 90),
         mock.patch.object(machine, "ORDER", machine.Order(**order)),
     ]

@@ -44,14 +44,6 @@ def begins(item: pytest.Item) -> float:
     return chance if MADE_ONCE.isdisjoint(item.fixturenames) else (1 + chance) / 2
 
 
-@pytest.fixture(autouse=True, scope="session")
-def programs_replay() -> None:
-    """A program that is recorded and can't be replayed fails."""
-    from flashdelta.program import record
-
-    record.STRICT = True
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Neighbours in a file need the same kernels, lock or library: workers that run them side by side compile each kernel many

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,8 +37,10 @@ class WrongBackend(ReferenceBackend):
         self.name = damage
 
     def build(self, problem, t):
-        program = super().build(problem, t)
-        return SimpleNamespace(recorded=None, run=lambda record=None: self.damaged(program.run()))
+        plan = super().build(problem, t)
+        execute = plan.execute
+        plan.execute = lambda tensors: self.damaged(execute(tensors))
+        return plan
 
     def damaged(self, found):
         if self.name == "large":

@@ -18,9 +18,9 @@ import torch
 import flashdelta
 from flashdelta.kernels.stages.launch import layout
 from flashdelta.kernels.triton.build import prefill, prefill_layout
-from flashdelta.problem.problem import Problem, Result, Tensors
+from flashdelta.problem.problem import Problem, Tensors
 from flashdelta.program.launch import Launch
-from flashdelta.program.workspace import Workspace
+from flashdelta.program.workspace import Slots, Workspace
 from flashdelta.tools.export import bindings, cubins
 from flashdelta.tools.export.cubins import (
     parameters_of,
@@ -215,12 +215,12 @@ def python_prefill(op: str, args: dict) -> tuple[Problem, Tensors]:
     return prefill_call(op, SIZE, precision=precision, B=args["B"], H=args["H"], T=args["T"])
 
 
-def prefill_workspace(problem: Problem) -> Workspace:
+def prefill_workspace(problem: Problem, memory: Slots) -> Workspace:
     """That of the Python function; in bfloat16 `w` lies there, too."""
     if problem.dtype != torch.float32:
-        return Workspace.allocate(layout(problem), torch.device("meta"))
-    result = {"w": torch.empty(0, device="meta")}
-    return Workspace.allocate(prefill_layout(problem, True), torch.device("meta"), result)
+        return Workspace.allocate(layout(problem), memory)
+    result = {"w": memory.new((0,), torch.float32)}
+    return Workspace.allocate(prefill_layout(problem, True), memory, result)
 
 
 # ---- what is launched ----------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     problem, t = python_prefill(op, args)
     outputs = prefill_outputs(problem, t)
     if states:
-        outputs.allocate("final_state", Result((problem.B, 1, 64, 64), torch.float32))
+        outputs["final_state"] = t.memory.new((problem.B, 1, 64, 64), torch.float32)
         problem, t = replace(problem, has_initial_state=True), replace(t, initial_state=outputs["final_state"])
     want = prefill(problem, t, 90, outputs)
     found = call(exported, [asked], parameters=parameter_counts(want))
@@ -280,10 +280,10 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     assert found.counts == {"load": len(want), "graph": 1, "set": 0, "destroy": 0}
     assert [record["graph"] for record in found.launches] == [0] * len(want) + [*range(1, len(want) + 1)] * 2
     addresses = {name: args[name] for name in ("q", "k", "v", "g", "beta", "o", "w", "u", *STATES) if name in args}
-    workspace = prefill_workspace(problem)
+    workspace = prefill_workspace(problem, t.memory)
     parts = {name: workspace[name] for name in ("qg", "kg", "Aqk", "decay", *(("w",) if bf16 else ("h",)))}
     parts |= {"inverse": workspace["Akk_inv"]} if bf16 else {}
-    addresses |= {name: args["workspace"] + x.storage_offset() * x.element_size() for name, x in parts.items()}
+    addresses |= {name: args["workspace"] + t.memory.find(x)[1] for name, x in parts.items()}
     if not bf16:
         addresses["v_new"] = args["o"]
     for record, launch in zip(found.launches, want * 3, strict=True):

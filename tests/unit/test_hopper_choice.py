@@ -18,6 +18,7 @@ from flashdelta.backends import build_hopper as build
 from flashdelta.kernels.hopper.segments import may_try, split_layout
 from flashdelta.program import launch
 from flashdelta.program.launch import Launch
+from flashdelta.program.workspace import in_slots
 from flashdelta.runtime import warmup
 from flashdelta.runtime.call import check
 
@@ -155,7 +156,8 @@ def test_declines_the_token_recurrence_but_for_one_token():
 def launched(call: dict) -> tuple[list, tuple[Tensor, ...]]:
     """The launches of a call on the CPU's memory (they are not run), and its inputs."""
     problem, t = check(fd.chunk_kda, **call)
-    return [*build(problem, t, 90).launches], (t.q, t.k, t.v, t.g, t.beta)
+    launches, t = build(problem, t, 90).launches, in_slots(t)
+    return launches, (t.q, t.k, t.v, t.g, t.beta)
 
 
 def read(launch, *names: str) -> list:

@@ -437,7 +437,7 @@ def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
 
 
 @pytest.mark.parametrize("call", road.CALLS.values(), ids=lambda call: call.function.__name__)
-def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: road.Call):
+def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: road.Dispatcher):
     """Only calls on a GPU are replayed."""
     if call.operation.no_gradients is not None:
         pytest.skip(call.operation.no_gradients)

@@ -12,7 +12,7 @@ from ..problem import operations
 from ..problem.errors import by_keyword, named_options
 from ..problem.problem import GateName, NullIndex
 from ..problem.split import known_lengths
-from ..runtime.call import Call
+from ..runtime.call import Dispatcher
 
 
 @named_options
@@ -196,7 +196,7 @@ def chunk_kda(
         chunk_size, gate, backend, null_index, checkpoint_every, split, batch_invariant, cp_context, group,
     )  # fmt: skip
     known = None if cu_seqlens_cpu is None else known_lengths(cu_seqlens_cpu, chunk_size, q)
-    found = _call.run(tensors, options, known)
+    found = _dispatch(tensors, options, known)
     if not return_intermediate_states:
         return found["o"], found.get("final_state")
     h = found["h"]
@@ -205,4 +205,4 @@ def chunk_kda(
     return found["o"], found.get("final_state"), h
 
 
-_call = Call(operations.CHUNK, chunk_kda, beside=("border",))
+_dispatch = Dispatcher(operations.CHUNK, chunk_kda, beside=("border",))

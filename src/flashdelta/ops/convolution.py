@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..problem import operations
 from ..problem.problem import NullIndex
-from ..runtime.call import Call
+from ..runtime.call import Dispatcher
 
 
 def short_convolution(
@@ -97,8 +97,8 @@ def short_convolution(
         out,
         final_state,
     )
-    found = _call.run(tensors, (activation, output_final_state, null_index, checkpoint_every, backend))
+    found = _dispatch(tensors, (activation, output_final_state, null_index, checkpoint_every, backend))
     return found["o"], found.get("final_state")
 
 
-_call = Call(operations.SHORT_CONVOLUTION, short_convolution)
+_dispatch = Dispatcher(operations.SHORT_CONVOLUTION, short_convolution)

@@ -11,7 +11,7 @@ from ..problem import operations
 from ..problem.arguments import integer
 from ..problem.errors import wrong
 from ..problem.problem import DECODE_TOKENS, GateName, NullIndex, record_width
-from ..runtime.call import Call
+from ..runtime.call import Dispatcher
 from ..runtime.devices import find_device
 
 
@@ -122,7 +122,7 @@ def recurrent_kda(
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, num_spec_tokens,
         beta_is_logit, allow_neg_eigval, gate, state_v_first, null_index, update_state, backend,
     )  # fmt: skip
-    found = _call.run(tensors, options)
+    found = _dispatch(tensors, options)
     return found["o"], initial_state if output_final_state and initial_state is not None else found.get("final_state")
 
 
@@ -164,7 +164,7 @@ def commit(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     tensors = (initial_state, intermediate_states, ssm_state_indices, num_accepted_tokens, intermediate_state_indices)
-    _commit.run(tensors, (null_index, state_v_first, backend))
+    _dispatch_commit(tensors, (null_index, state_v_first, backend))
 
 
 def replay_buffer(
@@ -206,5 +206,5 @@ def replay_buffer(
     return torch.zeros(shape, dtype=torch.float32, device=device)
 
 
-_call = Call(operations.DECODE, recurrent_kda)
-_commit = Call(operations.COMMIT, commit)
+_dispatch = Dispatcher(operations.DECODE, recurrent_kda)
+_dispatch_commit = Dispatcher(operations.COMMIT, commit)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..problem import operations
 from ..problem.problem import GateName, NullIndex
-from ..runtime.call import Call
+from ..runtime.call import Dispatcher
 
 
 def fused_kda_decode(
@@ -110,7 +110,7 @@ def fused_kda_decode(
         lower_bound, norm_eps, scale, gate, use_qk_l2norm_in_kernel, beta_is_logit, allow_neg_eigval, num_spec_tokens,
         state_v_first, null_index, backend,
     )  # fmt: skip
-    return _call.run(tensors, options)["o"]
+    return _dispatch(tensors, options)["o"]
 
 
-_call = Call(operations.FUSED_DECODE, fused_kda_decode)
+_dispatch = Dispatcher(operations.FUSED_DECODE, fused_kda_decode)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..problem import operations
 from ..problem.problem import NormGate
-from ..runtime.call import Call
+from ..runtime.call import Dispatcher
 
 
 def gated_rms_norm(
@@ -40,7 +40,7 @@ def gated_rms_norm(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
-    return _call.run((x, z, weight), (eps, activation, backend))["o"]
+    return _dispatch((x, z, weight), (eps, activation, backend))["o"]
 
 
-_call = Call(operations.GATED_RMS_NORM, gated_rms_norm)
+_dispatch = Dispatcher(operations.GATED_RMS_NORM, gated_rms_norm)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..problem import operations
 from ..problem.problem import DEFAULT_PRECISION, Precision, PrefillGate
-from ..runtime.call import Call
+from ..runtime.call import Dispatcher
 
 
 def kda_prefill(
@@ -49,11 +49,11 @@ def kda_prefill(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
-    found = _call.run((q, k, v, g, beta), (chunk_size, scale, gate, precision, backend))
+    found = _dispatch((q, k, v, g, beta), (chunk_size, scale, gate, precision, backend))
     return found["o"], found["w"], found["u"]
 
 
-_call = Call(operations.PREFILL, kda_prefill)
+_dispatch = Dispatcher(operations.PREFILL, kda_prefill)
 
 torch.library.define(
     "kda_prefill::forward",
@@ -65,7 +65,7 @@ torch.library.impl("kda_prefill::forward", "default")(kda_prefill)
 
 @torch.library.register_fake("kda_prefill::forward")
 def _pretend(*tensors: Tensor | int, **options: object) -> tuple[Tensor, ...]:
-    names = (*_call.tensors, *_call.options)
+    names = (*_dispatch.tensors, *_dispatch.options)
     defaults = {"scale": None, "gate": "none", "precision": DEFAULT_PRECISION, "backend": "auto"}
     problem, t = operations.PREFILL.check(defaults | dict(zip(names, tensors)) | options)
     return tuple(t.q.new_empty(x.shape) for x in problem.results().values())

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..problem import operations
 from ..problem.errors import by_keyword, named_options
 from ..problem.problem import GateName, NullIndex
-from ..runtime.call import Call
+from ..runtime.call import Dispatcher
 
 
 @named_options
@@ -59,8 +59,8 @@ def fused_recurrent_kda(
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, lower_bound, state_v_first, gate, backend, null_index,
     )  # fmt: skip
-    found = _call.run(tensors, options)
+    found = _dispatch(tensors, options)
     return found["o"], found.get("final_state")
 
 
-_call = Call(operations.RECURRENT, fused_recurrent_kda)
+_dispatch = Dispatcher(operations.RECURRENT, fused_recurrent_kda)

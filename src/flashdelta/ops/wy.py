@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..problem import operations
-from ..runtime.call import Call
+from ..runtime.call import Dispatcher
 
 
 def chunk_bwd_wy_dqkg(
@@ -80,8 +80,8 @@ def chunk_bwd_wy_dqkg(
             came and what was wanted.
     """
     tensors = (q, k, v, v_new, g, beta, A, h, dh, do, dv, cu_seqlens)
-    found = _call.run(tensors, (scale, chunk_size, state_v_first, use_exp2, backend))
+    found = _dispatch(tensors, (scale, chunk_size, state_v_first, use_exp2, backend))
     return found["dq"], found["dk"], found["dv"], found["dbeta"], found["dg"], found["dA"]
 
 
-_call = Call(operations.WY, chunk_bwd_wy_dqkg)
+_dispatch = Dispatcher(operations.WY, chunk_bwd_wy_dqkg)

@@ -98,7 +98,7 @@ def chosen_exchange(way: str, name: str, device: torch.device) -> str:
 @dataclass(frozen=True)
 class Exchange:
     """Between two launches or after the last, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, if
-    that is for this one, by a `way` of the process group's. Both are `scratch`, or outputs. `act`: `exchange` or a half of
+    that is for this one, by a `way` of the process group's. Both are scratch, or outputs. `act`: `exchange` or a half of
     it."""
 
     act: Callable[[Tensor, Tensor, str, str, str], None]
@@ -107,13 +107,6 @@ class Exchange:
     to: str
     packet: Tensor
     packets: Tensor
-
-    @property
-    def scratch(self) -> tuple[Tensor, ...]:
-        return self.packet, self.packets
-
-    def run(self) -> None:
-        self.act(self.packet, self.packets, self.group, self.way, self.to)
 
 
 # ---- process groups, by name and by what a process has of them ----------------------------------------------------------

@@ -13,8 +13,8 @@ from ..kernels.stages.launch import StageCall
 from ..kernels.stages.merge import merge, store_ends
 from ..problem.problem import BACKWARD, Problem, Tensors
 from ..program.launch import Launch
-from ..program.program import Outputs, Step
-from ..program.workspace import new
+from ..program.plan import Outputs, Step
+from ..program.workspace import Slots
 from .border import OPENED
 from .exchange import ALL, EARLIER, LATER, Exchange, exchange, receive, send
 
@@ -34,13 +34,13 @@ def carried_states(
     problem, t = call.problem, call.t
     before, after = list[Step](), list[Step]()
     if t.packets is None:
-        packet = new(packets.shape[1:], torch.float32, t.device)
+        packet = t.memory.new(packets.shape[1:], torch.float32)
         # a backward pass reads the M of the ranks after this one
         goes_back = problem.requires_grad or problem.operation.endswith(BACKWARD)
         to = ALL if goes_back and problem.ranks > 2 else LATER
         told = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
         if problem.relays and problem.rank == 0:
-            call = replace(call, packet=packet, beside=(*call.beside, packet))
+            call = replace(call, packet=packet)
             after.append(told)
         else:
             if problem.rank < problem.ranks - 1:
@@ -48,12 +48,11 @@ def carried_states(
             before.append(told)
     if problem.rank == 0 and not problem.has_pool:
         return before, call, after  # nothing comes from a rank before
-    states = new(problem.state_shape, torch.float32, t.device)
+    states = t.memory.new(problem.state_shape, torch.float32)
     before.append(merge(call, packets, None, states))
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
     t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
-    # what reads the states keeps them alive, as scratch
-    return before, replace(call, problem=from_here, t=t, beside=(*call.beside, states)), after
+    return before, replace(call, problem=from_here, t=t), after
 
 
 def with_rank_exchange(
@@ -61,30 +60,29 @@ def with_rank_exchange(
 ) -> tuple[list[Step], StageCall, Tensor | None, list[Step]]:
     """Of a forward: what runs before `recurrence`, the call that this runs, where it leaves the final states, and what runs
     after it."""
-    before, from_here, after = carried_states(call, transition, kept_packets(call.problem, outputs))
+    before, from_here, after = carried_states(call, transition, kept_packets(call, outputs))
     if not call.problem.has_pool:
         return before, from_here, outputs.get("final_state"), after
-    final_state = new(call.problem.state_shape, torch.float32, outputs.device)
-    from_here = replace(from_here, beside=(*from_here.beside, final_state))
+    final_state = call.t.memory.new(call.problem.state_shape, torch.float32)
     return before, from_here, final_state, [*after, store_ends(call, final_state)]
 
 
-def kept_packets(problem: Problem, outputs: Outputs) -> Tensor:
+def kept_packets(call: StageCall, outputs: Outputs) -> Tensor:
     """Room for the packets of all ranks, which a forward with gradients leaves for its backward pass."""
-    packets = room_for_packets(problem, outputs.device)
-    if problem.requires_grad:
+    packets = room_for_packets(call.problem, call.t.memory)
+    if call.problem.requires_grad:
         outputs["packets"] = packets
     return packets
 
 
-def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
-    return new(problem.packet_shape, torch.float32, device)
+def room_for_packets(problem: Problem, memory: Slots) -> Tensor:
+    return memory.new(problem.packet_shape, torch.float32)
 
 
-def send_gradients(problem: Problem, device: torch.device) -> Exchange:
+def send_gradients(problem: Problem, memory: Slots) -> Exchange:
     """Of the gradients of the states before this rank's tokens, to earlier ranks."""
-    offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, device)
-    own = new(offsets.shape[1:], torch.float32, device)
+    offsets = memory.new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32)
+    own = memory.new(offsets.shape[1:], torch.float32)
     return Exchange(exchange, problem.process_group, problem.exchange, EARLIER, own, offsets)
 
 
@@ -94,7 +92,7 @@ def carried_gradients(
     """What finds the gradients `grads` of the final states, those of later ranks included. `call.t.dht`: the caller's own.
     `meanwhile`: what takes none of them, and runs before they are waited for."""
     problem, t = call.problem, call.t
-    told = send_gradients(problem, t.device)
+    told = send_gradients(problem, t.memory)
     if problem.rank == 0:
         # nothing comes from a rank before, and a captured graph waits for the others where it sends
         yield from meanwhile

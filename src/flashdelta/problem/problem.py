@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ AUTO = 0
 """Instead of a number of segments: as many as pay."""
 
 BACKWARD = "_backward"
-"""Ends the name of an operation whose program is the backward pass of one."""
+"""Ends the name of an operation whose plan is the backward pass of one."""
 
 DECODE_TOKENS = 17
 """Tokens that `recurrent_kda` takes of a sequence at most: a token and sixteen drafts."""
@@ -85,6 +86,9 @@ class Tensors:
     bias: Tensor | None = None
     conv_state: Tensor = ABSENT
     norm_weight: Tensor = ABSENT
+    # while a plan is built
+    memory: Any = None
+    """Where the tensors lie (`workspace.Slots`)."""
 
     def present(self) -> dict[str, Tensor]:
         return {name: x for name in ROLES if (x := getattr(self, name)) is not None}
@@ -104,10 +108,19 @@ class Tensors:
     @property
     def device(self) -> torch.device:
         """Where the call runs."""
-        return self.first.device
+        return self.first.device if self.memory is None else self.memory.device
 
 
-ROLES = tuple(f.name for f in fields(Tensors))
+class Written(NamedTuple):
+    """What a call writes: places among its tensors; pairs of a place and those whose tensors must not share its memory; and
+    what refuses a call where they do, by name."""
+
+    places: Sequence[int]
+    pairs: Sequence[tuple[int, Sequence[int]]]
+    refuse: Callable[[Sequence[Tensor | None]], None]
+
+
+ROLES = tuple(f.name for f in fields(Tensors) if f.name != "memory")
 INPUTS = ROLES[: ROLES.index("state_pool")]
 """The tensors of a call that has no pool. None of them is ever written, and those of floats may take gradients."""
 

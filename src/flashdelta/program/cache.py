@@ -1,5 +1,4 @@
-"""The launch cache: a call like an earlier one, which differs in nothing but the contents and addresses of its tensors, replays
-what that one recorded."""
+"""The launch cache: calls that differ in nothing but the contents and addresses of their tensors have one plan."""
 
 from __future__ import annotations
 
@@ -27,10 +26,6 @@ class Entry(Protocol):
     writes: Sequence[int]
     """Tensors, by place, that the call writes."""
 
-    def usable(self, addresses: Sequence[int]) -> bool | None:
-        """Says whether it may run now, with tensors that lie there. If not (False), the call runs as one that may not be kept;
-        None: as one that is new."""
-
 
 E = TypeVar("E", bound=Entry)
 
@@ -47,7 +42,7 @@ class LaunchCache(Generic[E]):
     def find(
         self, kind: object, tensors: Sequence[Tensor | None], options: tuple = ()
     ) -> tuple[E | None, Key, list[int]]:
-        """The entry of a call of this kind, if there is one that may run now; its key; and the addresses of its `tensors` (0
+        """The entry of a call of this kind, if there is one; its key; and the addresses of its `tensors` (0
         where there is none).
 
         A call may not be kept that is traced, checked on the host, inside a transform of `torch.func`, or not on a GPU, nor one
@@ -82,8 +77,6 @@ class LaunchCache(Generic[E]):
         if entry is None:
             on_gpu = any(x is not None and x.get_device() >= 0 for x in tensors)
             return None, key if on_gpu else None, addresses
-        if not (usable := entry.usable(addresses)):
-            return None, key if usable is None else None, addresses
         entry.used = self._clock
         return entry, key, addresses
 

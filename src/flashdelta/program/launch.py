@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
+
+from ..problem.arguments import extent
 
 _target = contextvars.ContextVar[torch.device | None]("_target", default=None)
 
@@ -55,15 +58,28 @@ HOPPER_PTXAS = "--regAllocOptLevel=4"
 Blackwell GPUs; kernels with 255 registers then spill up to 248 bytes and take up to a quarter longer (docs/machine-code.md)."""
 
 
+NUMBERS = (int, float, type(None))
+
+
+class Prepared(NamedTuple):
+    """What starts a launch, and what that takes but for the stream and addresses: those of tensors, and of what tensor
+    descriptors describe, by their place in the call."""
+
+    act: Callable[..., object]
+    call: list
+    tensors: list[tuple[int, torch.Tensor]]
+    described: list[tuple[int, torch.Tensor]]
+    kernel: CompiledKernel | None = None
+
+
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`).
+    """One kernel launch, of tensors in slots; to be prepared for a plan, or compiled for any GPU (`tools/compile.py`).
 
     The grid is `[ctas, rows]`. `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both
     in the kernel's order.
     `max_registers` caps the registers of a thread, so that more CTAs fit on an SM. `overlaps`: the kernel waits
-    for the one before it by itself, so it may be started early (programmatic dependent launch). `scratch` are the buffers that
-    temporary arguments lie in: what kernels of one call leave for each other.
+    for the one before it by itself, so it may be started early (programmatic dependent launch).
     """
 
     kernel: JITFunction
@@ -73,7 +89,6 @@ class Launch:
     num_warps: int
     max_registers: int | None = None
     overlaps: bool = False
-    scratch: tuple[torch.Tensor, ...] = ()
     rows: int = 1
 
     def options(self) -> dict[str, int | bool | str]:
@@ -83,64 +98,109 @@ class Launch:
         # Triton 3.10 stops fusing multiplications and additions by default: numerics and speed would move
         return {"num_warps": self.num_warps, "enable_fp_fusion": True, **cap, **early, **ptxas}
 
-    def run(self) -> CompiledKernel | None:
-        """Launches on the current stream of the current device. Returns the compiled kernel, if that can be launched again
-        directly.
-
-        Triton's own way binds and specialises every argument anew, tens of microseconds a launch. What it would find is in
-        `_specialization`; once it has compiled a kernel for that, the kernel is launched directly.
-        """
-        if self.ctas <= 0:
-            return None
-        if knobs.runtime.interpret or hooked():
-            self._run_through_triton()
-            return None
-        device = current_device()
-        key = self._key(device)
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = _compiled[key] = self._run_through_triton()
-        else:
-            start(compiled, device, (self.ctas, self.rows, 1), (*self.arguments, *self.constants.values()))
-        return compiled
+    def prepare(self) -> Prepared:
+        """Compiles the kernel, to be launched directly: Triton's own way binds and specialises every argument anew, tens of
+        microseconds per launch."""
+        call, tensors, described = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3)], [], []
+        for i, x in enumerate(self.arguments, ARGUMENTS):
+            if isinstance(x, torch.Tensor):
+                tensors.append((i, x))
+                x = 0
+            elif not isinstance(x, NUMBERS):
+                described.append((i, x.base))
+                x = with_base(x, None)
+            call.append(x)
+        call += self.constants.values()
+        if knobs.runtime.interpret:
+            return Prepared(functools.partial(interpret, self), call, tensors, described, None)
+        kernel = self.compiled()
+        act = kernel.run  # loads the machine code, so that there is a function
+        call[STREAM + 1 : STREAM + 3] = kernel.function, kernel.packed_metadata
+        return Prepared(act, call, tensors, described, kernel)
 
     def compile(self) -> None:
         """Compiles the kernel and loads its machine code; launches nothing."""
-        if self.ctas <= 0:
-            return
+        if self.ctas > 0:
+            self.prepare()
+
+    def compiled(self) -> CompiledKernel:
+        """The kernel for the current device. Triton compiles one for each `_specialization`."""
         key = self._key(current_device())
-        if key not in _compiled:
-            _compiled[key] = self.kernel.warmup(*self.arguments, grid=(1,), **self.constants, **self.options())
-            kernel_call(_compiled[key], (1, 1, 1), ())
+        kernel = _compiled.get(key)
+        if kernel is None:
+            grid = self.ctas, self.rows
+            kernel = self.kernel.warmup(*self.arguments, grid=grid, **self.constants, **self.options())
+            _compiled[key] = kernel
+        return kernel
 
     def _key(self, device: int) -> tuple:
         options = (self.num_warps, self.max_registers, self.overlaps)
         return (device, self.kernel, *options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
 
-    def _run_through_triton(self) -> CompiledKernel:
-        return self.kernel[(self.ctas, self.rows)](*self.arguments, **self.constants, **self.options())
-
 
 _compiled: dict[tuple, CompiledKernel] = {}
 
 
-STREAM, ARGUMENTS = 3, 9
-"""Places in the call of a compiled kernel: of the stream, and of the first argument."""
+STREAM, METADATA, ARGUMENTS = 3, 6, 9
+"""Places in the call of a compiled kernel: of the stream, of what profilers see, and of the first argument."""
 
 
-def kernel_call(
-    compiled: CompiledKernel, grid: tuple[int, int, int], arguments: Iterable[Any]
-) -> tuple[Callable[..., object], list]:
-    """A compiled kernel's launcher and what it takes, the stream left out. Addresses may stand for tensors."""
-    run = compiled.run  # loads the machine code, so that there is a function
-    return run, [*grid, None, compiled.function, compiled.packed_metadata, None, None, None, *arguments]
+def show(kernel: CompiledKernel, call: list) -> None:
+    """Lets profilers see a launch."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    metadata = kernel.launch_metadata(tuple(call[:STREAM]), call[STREAM], *call[ARGUMENTS:])
+    call[METADATA:ARGUMENTS] = metadata, *hooks
 
 
-def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], arguments: Iterable[Any]) -> None:
-    """Starts a compiled kernel on the current stream."""
-    run, call = kernel_call(compiled, grid, arguments)
-    call[STREAM] = current_stream(device)
-    run(*call)
+def interpret(launch: Launch, *call: Any) -> None:
+    """Runs the kernel by Triton's interpreter."""
+    arguments = on_cpu(launch.arguments, call[ARGUMENTS:])
+    launch.kernel[call[0], call[1]](*arguments, **launch.constants, **launch.options())
+
+
+def on_cpu(arguments: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """A launch's arguments, with tensors of the CPU's memory in place of those in slots, at the addresses that were `given`."""
+    bases = [base_of(x) for x in arguments]
+    places = [0 if y is None else y.base.data_ptr() if hasattr(y, "base") else y for y in given]
+    sizes = dict[int, int]()
+    for at, like in zip(places, bases):
+        if like is not None:
+            sizes[at] = max(sizes.get(at, 0), extent(like))  # tensors at one address have one storage
+    found = []
+    for x, like, at in zip(arguments, bases, places):
+        if like is not None:
+            memory = torch.empty(0, dtype=torch.uint8)
+            if sizes[at] > 0:
+                memory = torch.frombuffer((ctypes.c_char * sizes[at]).from_address(at), dtype=torch.uint8)
+            tensor = memory[: extent(like)].view(like.dtype).as_strided(like.shape, like.stride())
+            x = tensor if like is x else with_base(x, tensor)
+        found.append(x)
+    return found
+
+
+def base_of(x: Any) -> torch.Tensor | None:
+    """The tensor of an argument that is one, or a tensor descriptor."""
+    x = getattr(x, "base", x)
+    return x if isinstance(x, torch.Tensor) else None
+
+
+def with_base(descriptor: Any, base: object) -> Any:
+    """The tensor descriptor of another tensor that lies alike: `copy.copy` takes two or three times as long."""
+    kind: Any = type(descriptor)
+    other = kind.__new__(kind)
+    other.__dict__.update(descriptor.__dict__)
+    other.base = base
+    return other
+
+
+class Address:
+    """What a tensor descriptor asks of its tensor."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 _thread = threading.local()

@@ -1,13 +1,16 @@
-"""Memory that kernels of a call leave for each other: scratch, and named tensors in one allocation of it."""
+"""Memory of a plan that is being built: slots, tensors in them, and named tensors of one slot."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..problem.problem import Tensors
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name, in the order in which the tensors lie."""
@@ -16,6 +19,72 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNMENT = 16
 """Bytes. A kernel is compiled anew for a pointer that does not lie on so many."""
 
+SLOT = 1 << 44
+"""Bytes from slot to slot in the addresses of their tensors: no GPU has as many."""
+
+_slots = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
+
+
+@functools.cache
+def _slots_of(dtype: torch.dtype) -> Tensor:
+    return _slots.view(dtype)
+
+
+def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
+    """A tensor in slots, by default a dense one."""
+    if strides is None:
+        strides, count = [], 1
+        for n in reversed(shape):
+            strides.insert(0, count)
+            count *= max(n, 1)
+    return _slots_of(dtype).as_strided(shape, strides, address // dtype.itemsize)
+
+
+class Slots:
+    """Memory of a plan: the tensors of its call, one a slot, then outputs and scratch. They have shapes and strides, but no
+    data: an address says the slot, and where it begins there. Nothing that PyTorch computes lies in a slot."""
+
+    def __init__(self, device: torch.device, roles: Sequence[str]):
+        self.device, self.roles = device, roles
+        self.begins: list[int] = []
+        self.sizes: list[int] = []
+        """Bytes, of outputs and scratch."""
+        self.zeroed: set[int] = set()
+
+    def _next(self, offset: int = 0) -> int:
+        begin = (len(self.begins) + 1) * SLOT + offset
+        self.begins.append(begin)
+        self.sizes.append(0)
+        return begin
+
+    def take(self, x: Tensor) -> Tensor:
+        """A tensor of the call in its slot, where its address is a multiple of 16 if its own is."""
+        offset, size = x.data_ptr() % ALIGNMENT, x.dtype.itemsize
+        return tensor_at(self._next(offset if offset % size == 0 else size), x.shape, x.dtype, x.stride())
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, zeroed: bool = False) -> Tensor:
+        """An output or scratch, in a slot of its own."""
+        x = tensor_at(self._next(), shape, dtype)
+        self.sizes[-1] = x.nbytes
+        if zeroed:
+            self.zeroed.add(len(self.sizes) - 1)
+        return x
+
+    def find(self, x: Tensor) -> tuple[int, int]:
+        """The slot of a tensor, and the bytes before it there."""
+        address = x.storage_offset() * x.element_size()  # an empty tensor has no `data_ptr`
+        slot = address // SLOT - 1
+        if not x.is_meta or not 0 <= slot < len(self.begins):
+            raise AssertionError(f"a tensor {list(x.shape)} lies in no slot: PyTorch made it while a plan was built")
+        return slot, address - self.begins[slot]
+
+
+def in_slots(t: Tensors) -> Tensors:
+    """A call's tensors as a plan is built from them."""
+    present = t.present()
+    memory = Slots(t.device, tuple(present))
+    return replace(t, **{role: memory.take(x) for role, x in present.items()}, memory=memory)
+
 
 def sizes(layout: Layout) -> list[int]:
     """Bytes from each tensor to the next."""
@@ -23,45 +92,22 @@ def sizes(layout: Layout) -> list[int]:
     return [-(-n // ALIGNMENT) * ALIGNMENT for n in exact]
 
 
-def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zeroed: bool = False) -> Tensor:
-    """Memory for kernels alone to write, marked as such: a replay allocates it anew, so what PyTorch computes does not belong
-    there (`record.py: Recorder`)."""
-    x = (torch.zeros if zeroed else torch.empty)(tuple(shape), dtype=dtype, device=device)
-    mark(x)
-    return x
-
-
-_writes = WeakTensorKeyDictionary()
-"""How often PyTorch had written a tensor when it was marked. It counts that, except for inference tensors."""
-
-
-def mark(x: Tensor) -> None:
-    _writes[x] = 0 if x.is_inference() else x._version
-
-
-def is_marked(x: Tensor) -> bool:
-    return x in _writes
-
-
-def is_scratch(x: Tensor) -> bool:
-    """Says whether it comes from `new`, and PyTorch has not written it since it was marked."""
-    return x in _writes and _writes[x] == (0 if x.is_inference() else x._version)
-
-
 class Workspace:
     """`workspace["w"]` is a tensor of the layout, and `workspace.get("w")` is None where the layout has none of that name.
     `buffer` holds them all but those `beside`, which lie elsewhere."""
 
     def __init__(self, layout: Layout, buffer: Tensor, beside: Mapping[str, Tensor] | None = None):
-        self.buffer = buffer
-        parts = buffer.split(sizes(layout))
-        self._tensors = {name: _as(x, *kind) for x, (name, kind) in zip(parts, layout.items())}
+        self.buffer, address = buffer, buffer.storage_offset()
+        self._tensors = dict[str, Tensor]()
+        for (name, kind), nbytes in zip(layout.items(), sizes(layout)):
+            self._tensors[name] = tensor_at(address, *kind)
+            address += nbytes
         self._tensors.update(beside or {})
 
     @classmethod
-    def allocate(cls, layout: Layout, device: torch.device, beside: Mapping[str, Tensor] | None = None) -> Workspace:
+    def allocate(cls, layout: Layout, memory: Slots, beside: Mapping[str, Tensor] | None = None) -> Workspace:
         layout = {name: kind for name, kind in layout.items() if name not in (beside or ())}
-        return cls(layout, new([sum(sizes(layout))], torch.uint8, device), beside)
+        return cls(layout, memory.new([sum(sizes(layout))], torch.uint8), beside)
 
     def having(self, others: Mapping[str, Tensor]) -> Workspace:
         """The same with other tensors of these names."""
@@ -80,7 +126,3 @@ class Workspace:
 
     def select(self, *names: str) -> list[Tensor | None]:
         return [self._tensors.get(name) for name in names]
-
-
-def _as(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return x.view(dtype)[: torch.Size(shape).numel()].view(shape)

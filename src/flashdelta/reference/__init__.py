@@ -22,14 +22,16 @@ from .wy import chunk_bwd_wy_dqkg
 
 
 class Computation:
-    """A program that launches nothing: a function that computes the results. It is never recorded."""
+    """A plan that launches nothing: a function computes the results, of these tensors."""
 
-    recorded = None
+    lasting = False
 
     def __init__(self, function: Callable[[Problem, Tensors], dict[str, Tensor]], problem: Problem, t: Tensors):
         self.function, self.problem, self.t = function, problem, t
 
-    def run(self, record: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
+    def bind(self, *arguments: object) -> None: ...
+
+    def execute(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
         with _full_precision(self.t.device):
             return self.function(self.problem, without_null(self.problem, self.t))
 
@@ -42,7 +44,7 @@ def _full_precision(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def build(problem: Problem, t: Tensors) -> Computation:
-    """The program of a validated call."""
+    """The plan of a validated call."""
     return Computation(OPERATIONS[problem.operation], problem, t)
 
 

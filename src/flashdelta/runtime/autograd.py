@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from ..backends import Backend, Recording
+from ..backends import Backend, Executable
 from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
 from ..problem.problem import BACKWARD, Problem, Tensors, inputs_of
 from ..program.cache import LaunchCache
@@ -31,8 +31,8 @@ _serials = itertools.count()
 
 
 class Differentiable:
-    """Calls that are alike, with gradients: an entry of the launch cache if it `repeats`. Either direction is recorded as it
-    first runs; the backward pass is an entry of its own, since it depends on the gradients that come in."""
+    """Calls that are alike, with gradients: an entry of the launch cache if it `repeats`. Either direction has
+    a plan; that of the backward pass is an entry of its own, since it depends on the gradients that come in."""
 
     used = 0
     types: Sequence[type] = ()
@@ -45,13 +45,10 @@ class Differentiable:
         self.kind = "backward", next(_serials)
         self.inputs = tuple(role for role in inputs_of(problem.operation) if role in names)
         self.places = [names.index(role) for role in self.inputs]
-        self.recorded: Recording | None = None
+        self.plan: Executable | None = None
 
-    def usable(self, addresses: Sequence[int]) -> bool:
-        return True
-
-    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
-        """Runs a call of tensors as the caller passed them. `addresses` are a `Recording`'s, whose place this has."""
+    def execute(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
+        """Of tensors as the caller passed them. `addresses`: for a plan, whose place in the launch cache this has."""
         return self.apply(*[tensors[i] for i in self.places])
 
     def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:
@@ -70,31 +67,32 @@ class Differentiable:
         return Tensors(**named)  # type: ignore[arg-type]
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-        usable = None
-        if self.recorded is not None:
-            addresses = [0 if x is None else x.data_ptr() for x in inputs]
-            usable = self.recorded.usable(addresses)
-            if usable:
-                return self.recorded.run(inputs, addresses)
-        program = self.backend.build(self.problem, self.by_role(inputs))
-        results = program.run(inputs if self.repeats and usable is None else None)
-        self.recorded = program.recorded or self.recorded
-        return dict(results)
+        plan = self.plan
+        if plan is None:
+            t = self.by_role(inputs)
+            plan = self.backend.build(self.problem, t)
+            plan.bind(t, inputs, [self.inputs.index(role) for role in t.present()])
+        results = plan.execute(inputs)
+        if self.repeats and plan.lasting:
+            self.plan = plan
+        return results
 
     def backward(
         self, saved: tuple[Tensor | None, ...], grad_o: Tensor, grad_final: Tensor | None, kept: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         # the saved tensors, too: a hook may have put others in their place
         tensors = (*saved, grad_o, grad_final, *kept.values())
-        recorded, known, addresses = self.cache.find(self.kind, tensors) if self.repeats else (None, None, [])
-        if recorded is not None:
-            return recorded.run(tensors, addresses)
-        left = {role: kept[name] for role, name in KEPT.items() if name in kept}
-        t = replace(self.by_role(saved), do=grad_o, dht=grad_final, **left)
-        program = self.backend.build(replace(self.problem, operation=self.problem.operation + BACKWARD), t)
-        found = program.run(None if known is None else tensors)
-        if program.recorded is not None:
-            self.cache.keep(known, program.recorded)
+        plan, key, addresses = self.cache.find(self.kind, tensors) if self.repeats else (None, None, [])
+        if plan is not None:
+            return plan.execute(tensors, addresses)
+        role_of = {name: role for role, name in KEPT.items()}
+        roles = (*self.inputs, "do", "dht", *(role_of[name] for name in kept))
+        t = replace(self.by_role(saved), **dict(zip(roles[len(saved) :], tensors[len(saved) :])))
+        plan = self.backend.build(replace(self.problem, operation=self.problem.operation + BACKWARD), t)
+        plan.bind(t, tensors, [roles.index(role) for role in t.present()])
+        found = plan.execute(tensors)
+        if plan.lasting:
+            self.cache.keep(key, plan)
         return found
 
 

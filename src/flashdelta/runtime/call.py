@@ -1,4 +1,4 @@
-"""A call's road: `cache -> replay`, or `Problem -> backend -> Program -> run`, which is recorded for the next one like it."""
+"""Dispatch: executes the plan that the launch cache has of calls like this one, or validates the call and builds one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from .. import backends
 from ..parallel.checks import broadcast_errors, check_call_of_ranks
 from ..problem.arguments import Operation, is_plain, is_wrapped, refuse_transforms
 from ..problem.errors import wrong
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import Problem, Tensors, Written
 from ..problem.split import known_lengths
 from ..program.cache import Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
 
 CACHE: LaunchCache[Any] = LaunchCache()
 
-Pairs = Sequence[tuple[int, Sequence[int]]]
-"""Of tensors, by place, that a call writes, and those which must not share their memory."""
-
-CALLS: dict[Callable[..., Any], Call] = {}
+CALLS: dict[Callable[..., Any], Dispatcher] = {}
 """By public function."""
 
 
@@ -44,16 +41,13 @@ class Refused:
     def __init__(self, why: str):
         self.why = why
 
-    def usable(self, addresses: Sequence[int]) -> bool:
-        return True
-
-    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> NoReturn:
+    def execute(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> NoReturn:
         raise NoKernel(self.why)
 
 
-class Call:
-    """The calls of a public function. It passes its tensors and its options, each in the order of its signature, and last the
-    tensors `beside`, which come from an option."""
+class Dispatcher:
+    """The way of a public function's calls. It passes its tensors and its options, each in the order of its signature, and
+    last the tensors `beside`, which come from an option."""
 
     def __init__(self, operation: Operation, function: Callable[..., Any], beside: tuple[str, ...] = ()):
         self.signature = inspect.signature(function)
@@ -63,17 +57,17 @@ class Call:
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         self.place = place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
-        self.pairs: Pairs = [
+        self.pairs = [
             (place[role], [place[other] for other in others if other in place])
             for role, others in operation.overlaps.items()
         ]
         CALLS[function] = self
 
-    def run(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
+    def __call__(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
         """The results by name. `host`: what the host knows of device data, on which launches depend, too."""
         entry, key, addresses = CACHE.find(self.kind if host is None else (self.kind, host), tensors, options)
         if entry is not None:
-            results = entry.run(tensors, addresses)
+            results = entry.execute(tensors, addresses)
             count_writes(tensors, entry.writes)
             return results
         return self.first(key, tensors, dict(zip(self.tensors, tensors)) | dict(zip(self.options, options)))
@@ -87,7 +81,7 @@ class Call:
         if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
             if problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
-            return backend.build(problem, t).run()  # the reference: plain PyTorch, which every transform takes
+            return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
         if tracing or not all(map(is_plain, t.present().values())):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             found = torch_ops.call(problem, t, backend.name)
@@ -98,18 +92,26 @@ class Call:
             differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
             CACHE.keep(key, differentiable)
             if key is not None:  # as a repeated call, so that both have the same backward pass
-                return differentiable.run(tensors, [])
+                return differentiable.execute(tensors, [])
             return differentiable.apply(*(getattr(t, role) for role in differentiable.inputs))
         # a transform that no argument has a part in must not wrap what kernels write
         with torch._C._DisableFuncTorch() if inside else contextlib.nullcontext():
-            program = backend.build(problem, t)
-            results = program.run(None if key is None else tensors)
-        writes = self.writes(given)
+            plan, writes = backend.build(problem, t), self.writes(given)
+            if key is None:
+                results = plan.execute([*t.present().values()])
+            else:
+                plan.bind(t, tensors, self.sources(t, tensors), Written(writes, self.pairs, self.refuse))
+                results = plan.execute(tensors)
         count_writes(tensors, writes)
-        if program.recorded is not None:
-            program.recorded.pairs, program.recorded.writes, program.recorded.refuse = self.pairs, writes, self.refuse
-            CACHE.keep(key, program.recorded)
+        if plan.lasting:
+            CACHE.keep(key, plan)
         return results
+
+    def sources(self, t: Tensors, tensors: Sequence[Tensor | None]) -> list[int]:
+        """The place of the caller's tensor that each of `t` is, or is a view of: q, k and v may be parts of rows."""
+        rows = self.place.get("mixed_qkv", -1)
+        found = (self.place.get(role, rows) for role in t.present())
+        return [rows if tensors[i] is None else i for i in found]
 
     def writes(self, given: Mapping[str, Any]) -> list[int]:
         """Places of the tensors that the call writes."""
@@ -211,7 +213,7 @@ def count_writes(tensors: Sequence[Tensor | None], places: Sequence[int]) -> Non
         increment_version(written)
 
 
-def public_call(op: Callable[..., Any]) -> Call:
+def public_call(op: Callable[..., Any]) -> Dispatcher:
     if not callable(op) or op not in CALLS:
         places = ((f, "kernels." if call.kind == "wy" else "") for f, call in CALLS.items())
         names = ", ".join(f"flashdelta.{place}{function.__name__}" for function, place in places)

@@ -12,7 +12,6 @@ from .. import backends
 from ..backends import Verdict
 from ..problem import device_checks
 from ..problem.arguments import is_plain
-from ..problem.problem import Problem
 from ..reference.sequences import chunks_of
 from .call import public_call
 from .supports import Support, answer_of
@@ -76,16 +75,14 @@ def explain(
     if problem.operation == "chunk" and is_plain(t.q) and t.q.device.type == device.type != "meta":
         segments = tuple(chosen.parts(problem, chunks_of(problem, t), t.device).tolist())
     tensors = {name: given[name] for name in call.tensors if name in given}
-    why = None if chosen.name == "reference" else not_replayed(problem, tensors, device)
+    why = None if chosen.name == "reference" else not_replayed(tensors)
     return Explanation(support, verdicts, segments, why)
 
 
-def not_replayed(problem: Problem, tensors: Mapping[str, Tensor | None], device: torch.device) -> str | None:
-    """Why a call by kernels on a device is not recorded, or None."""
+def not_replayed(tensors: Mapping[str, Tensor | None]) -> str | None:
+    """Why calls by kernels like this one have no plan that lasts, or None."""
     if device_checks.ENABLED:
         return "FLASHDELTA_CHECK=1 reads values on the host"
-    if device.type == "cuda" and torch.cuda.is_available() and device.index not in (None, torch.cuda.current_device()):
-        return f"it is on {device}, and torch.cuda.current_device() is {torch.cuda.current_device()}"
     for name, x in tensors.items():
         if x is None:
             continue
@@ -95,5 +92,4 @@ def not_replayed(problem: Problem, tensors: Mapping[str, Tensor | None], device:
             return (
                 f"{name} has no memory of its own: it stands for {'the negative of another' if x.is_neg() else 'zeros'}"
             )
-    empty = 0 in problem.shape if problem.shape else problem.N == 0
-    return "there is nothing to launch" if empty else None
+    return None

@@ -63,7 +63,7 @@ class Operator:
         returns = ", ".join(f"Tensor {result}" for result in results)
         qualified = f"flashdelta::{name}"
         torch.library.define(qualified, f"({self.schema}) -> ({returns})")
-        torch.library.impl(qualified, "default")(self.run)
+        torch.library.impl(qualified, "default")(self.implement)
         torch.library.register_fake(qualified)(self.pretend)
         self.call = getattr(torch.ops.flashdelta, name)
 
@@ -78,11 +78,11 @@ class Operator:
         *settings, backend = arguments[n:]
         return problem_of(t, **dict(zip(self.settings, settings))), t, backend
 
-    def run(self, *arguments: Any) -> Any:
+    def implement(self, *arguments: Any) -> Any:
         problem, t, backend = self.unpacked(arguments)
         if self.writes:  # while a call is traced, no tensor has memory that could be shared
             BY_NAME[problem.operation].check_overlaps(vars(t))
-        found = backends.choose(problem, t.device, backend).build(problem, t).run()
+        found = backends.choose(problem, t.device, backend).build(problem, t).execute([*t.present().values()])
         given = t.given()
         return self.returned({name: x for name, x in found.items() if name not in given}, t)
 
@@ -183,17 +183,17 @@ class Gradients:
         returns = ", ".join(f"Tensor d{role}" for role in self.roles)
         qualified = f"flashdelta::{name}"
         torch.library.define(qualified, f"({incoming}, {forward.schema}) -> ({returns})")
-        torch.library.impl(qualified, "default")(self.run)
+        torch.library.impl(qualified, "default")(self.implement)
         torch.library.register_fake(qualified)(self.pretend)
         self.call = getattr(torch.ops.flashdelta, name)
         torch.library.register_autograd(f"flashdelta::{forward.name}", self.differentiate, setup_context=_save_inputs)
         torch.library.register_autograd(qualified, refuse_second)
 
-    def run(self, *arguments: Any) -> tuple[Tensor, ...]:
+    def implement(self, *arguments: Any) -> tuple[Tensor, ...]:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
         problem = replace(problem, operation=problem.operation + BACKWARD)
         t = replace(t, **dict(zip(("do", "dht"), arguments[: self.incoming])))
-        grads = backends.choose(problem, t.device, backend).build(problem, t).run()
+        grads = backends.choose(problem, t.device, backend).build(problem, t).execute([*t.present().values()])
         return tuple(grads[role].contiguous() if role in grads else t.first.new_empty(0) for role in self.roles)
 
     def pretend(self, *arguments: Any) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..program.launch import Launch
-from ..program.program import Program
+from ..program.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Costs:
         return ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
 
 
-def only_launches(program: Program) -> list[Launch]:
+def only_launches(plan: Plan) -> list[Launch]:
     """Without exchanges between ranks."""
-    return [step for step in program.launches if isinstance(step, Launch)]
+    return [step for step in plan.launches if isinstance(step, Launch)]
 
 
 def source(launch: Launch) -> ASTSource | GluonASTSource:

@@ -1,4 +1,4 @@
-"""From a validated call to the program that runs it."""
+"""From a validated call to its plan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from ...problem.problem import AUTO, BACKWARD, Problem, Tensors
 from ...program.launch import capability
-from ...program.program import Outputs, Program, Step
-from ...program.workspace import new
+from ...program.plan import Outputs, Plan, Step, new_outputs
+from ...program.workspace import in_slots
 from ..stages import backward_pass
 from ..stages import launch as portable
 from ..stages.backward_pass import StageSet
@@ -28,26 +28,27 @@ from .verify import verify
 from .wy import wy, wy_dqkg
 
 
-def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program | None:
-    """Makes the program, for GPUs of compute capability `arch` (the tensors' own by default). None for a step that is left to
+def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan | None:
+    """Makes the plan, for GPUs of compute capability `arch` (the tensors' own by default). None for a step that is left to
     the portable kernels."""
     arch = capability(t.device) if arch is None else arch
+    t = in_slots(t)
     if problem.operation == "chunk" + BACKWARD:
         return backward_pass.backward(stages_of(problem, t, arch))
     if problem.keeps:
         return backward_pass.forward(stages_of(problem, t, arch))
-    outputs = Outputs.of(problem, t)
+    outputs = new_outputs(problem, t)
     if problem.operation == "chunk":
         stages = stages_of(problem, t, arch, in_steps(problem, room(problem, t.device)))
-        return Program(outputs, chunk(stages, outputs), stages.copies)
+        return Plan(t.memory, outputs, [*stages.copies, *chunk(stages, outputs)])
     if problem.operation == "wy":
         t, copies = prepare_wy_inputs(t)
-        return Program(outputs, [wy_dqkg(problem, t, outputs)], copies)
+        return Plan(t.memory, outputs, [*copies, wy_dqkg(problem, t, outputs)])
     own = {"commit": commit, "fused_decode": fused_kda_decode}
     stage = own.get(problem.operation, verify if problem.has_records else decode)
     t, copies = portable.prepare_inputs(problem, t)
     launches = stage(problem, t, arch, outputs)
-    return None if launches is None else Program(outputs, launches, copies)
+    return None if launches is None else Plan(t.memory, outputs, [*copies, *launches])
 
 
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
@@ -91,5 +92,5 @@ def chunk(stages: StageSet, outputs: Outputs) -> list[Step]:
     o = outputs["o"]
     if aligned(o):
         return stages.forward(outputs)
-    own = new(o.shape, o.dtype, o.device)
-    return [*stages.forward(outputs, own), *strided_copy(own, o, scratch=own)]
+    own = stages.t.memory.new(o.shape, o.dtype)
+    return [*stages.forward(outputs, own), *strided_copy(own, o)]

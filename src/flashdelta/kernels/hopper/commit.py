@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.decode import commit_arguments
 from ..stages.launch import bind

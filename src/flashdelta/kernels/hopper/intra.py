@@ -368,5 +368,4 @@ def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) 
         chunks(problem),
         *bind_div8(intra_kernel, problem, t, own),
         num_warps=4 * (problem.K // 64),
-        scratch=(*parts.buffers, *heads.buffers(problem)),
     )

@@ -830,7 +830,6 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
         ctas + (plan is not None),
         *bind_div8(prepare_kernel, problem, call.t, own),
         num_warps=4,
-        scratch=call.buffers,
         # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
         max_registers=168 if problem.safe_gate or problem.K == 128 else None,
         rows=rows,

@@ -677,7 +677,6 @@ def prepare_steps(call: StageCall) -> Launch:
         ctas,
         *bind_div8(prepare_steps_kernel, problem, call.t, own),
         num_warps=4,
-        scratch=call.buffers,
         # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
         max_registers=96 if problem.K == 64 and problem.safe_gate else 128,
         rows=rows,

@@ -583,5 +583,4 @@ def recurrence(
         *bind_div8(recurrence_kernel, problem, t, own),
         num_warps=4,
         overlaps=overlaps,
-        scratch=call.buffers,
     )

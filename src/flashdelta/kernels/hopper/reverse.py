@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.backward_pass import Kept, Scanned, reverse_arguments, reverse_scratch
+from ..stages.backward_pass import Kept, Scanned, reverse_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -255,5 +255,4 @@ def reverse(
         most if kept.split and problem.N > 0 else min(work_tiles(problem), most),
         *bind_div8(reverse_kernel, problem, t, own),
         num_warps=4,
-        scratch=reverse_scratch(kept, scanned, own),
     )

@@ -8,7 +8,6 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -414,8 +413,7 @@ def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
 def outgoing(call: StageCall, packet: Tensor, steps: bool = False) -> Launch:
     """Transitions of the sequences that go on to the next rank (`stages/merge.py`). `steps`: after `prepare_steps`."""
     where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], forgets=None, first_segment=None)
-    launch = _transitions(call, where, None, steps)
-    return replace(launch, scratch=(*call.buffers, packet))
+    return _transitions(call, where, None, steps)
 
 
 def _transitions(call: StageCall, where: dict[str, Any], final_state: Tensor | None, steps: bool) -> Launch:
@@ -432,7 +430,6 @@ def _transitions(call: StageCall, where: dict[str, Any], final_state: Tensor | N
         *bind_div8(transitions_kernel, problem, t, own),
         num_warps=4,
         overlaps=True,
-        scratch=call.buffers,
     )
 
 

@@ -30,7 +30,7 @@ from triton.language import condition
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import AXES, chunks
 from ..stages.wy import Parts, WyOperands, wy_results
@@ -429,8 +429,7 @@ def by_state(x: torch.Tensor) -> TensorDescriptor:
 
 
 def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
-    launch = _wy(problem, x, dict(parts.arguments(), grad_v=grad_v, rows=problem.slots, V_FIRST=True))
-    return replace(launch, scratch=(*x.kept(), *parts.buffers))
+    return _wy(problem, x, dict(parts.arguments(), grad_v=grad_v, rows=problem.slots, V_FIRST=True))
 
 
 def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ...parallel.exchange import Exchange
 from ...parallel.merge import carried_gradients, carried_states, room_for_packets, send_gradients, with_rank_exchange
-from ...problem.problem import Problem, Result, Tensors
+from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs, Program, Step
-from ...program.workspace import Layout, Workspace, new
+from ...program.plan import Outputs, Plan, Step, new_outputs
+from ...program.workspace import Layout, Workspace
 from .finish import ByHead, finish
 from .launch import StageCall, or_empty
 from .merge import clear
@@ -38,11 +38,6 @@ class Kept:
     v_new: Tensor
     packets: Tensor | None = None
     unsplit: bool = False
-
-    @property
-    def beside(self) -> tuple[Tensor, ...]:
-        """Scratch that is not in the workspace."""
-        return self.Akk_inv, self.h, self.v_new
 
     @property
     def split(self) -> bool:
@@ -96,9 +91,11 @@ class StageSet:
     def forward(self, outputs: Outputs, own: Tensor | None = None) -> list[Step]:
         """The launches of a forward that keeps nothing, in order. `own`: scratch that is written instead of the output."""
         problem = self.problem
-        workspace = Workspace.allocate(self.layout, self.t.device, lasting_segments(problem, self.layout, outputs))
-        o, beside = (outputs["o"], ()) if own is None else (own, (own,))
-        call = StageCall(problem, self.t, self.arch, workspace, beside)
+        workspace = Workspace.allocate(
+            self.layout, self.t.memory, lasting_segments(problem, self.layout, outputs, self.t.memory)
+        )
+        o = outputs["o"] if own is None else own
+        call = StageCall(problem, self.t, self.arch, workspace)
         final_state, carried, stored = outputs.get("final_state"), list[Step](), list[Step]()
         prepared = self.prepare(call)
         if problem.ranks > 1:
@@ -108,7 +105,7 @@ class StageSet:
 
     def scan(self, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Step]:
         """The forward's launches that leave what is kept, without `o` no more than that."""
-        call = StageCall(self.problem, self.t, self.arch, kept.workspace, kept.beside)
+        call = StageCall(self.problem, self.t, self.arch, kept.workspace)
         prepared, carried, told = self.prepare(call, kept.Akk_inv), list[Step](), list[Step]()
         if self.problem.ranks > 1:
             carried, call, told = carried_states(call, self.outgoing, kept.packets)
@@ -117,7 +114,7 @@ class StageSet:
 
     def kept(self, tensors: Mapping[str, Tensor] | None = None) -> Kept:
         """Takes what the forward kept, by name; without it, makes room for it."""
-        problem, device = self.problem, self.t.device
+        problem, memory = self.problem, self.t.memory
         if tensors is not None:
             workspace = Workspace(self.layout, tensors["workspace"])
             return Kept(workspace, tensors["Akk_inv"], tensors["h"], tensors["v_new"], tensors.get("packets"))
@@ -125,13 +122,11 @@ class StageSet:
         values = (problem.B, problem.T, problem.HV, problem.V)
         # gradients of the states after segments take the place of the states before them
         given = {name: x for name, x in self.segments.items() if name != "starts"}
-        workspace = Workspace.allocate(self.layout, device, given)
+        workspace = Workspace.allocate(self.layout, memory, given)
         packets = self.t.packets
         if packets is None and problem.ranks > 1:
-            packets = room_for_packets(problem, device)
-        return Kept(
-            workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets
-        )
+            packets = room_for_packets(problem, memory)
+        return Kept(workspace, *(memory.new(shape, problem.dtype) for shape in (self.squares, states, values)), packets)
 
     @functools.cached_property
     def segments(self) -> dict[str, Tensor]:
@@ -139,20 +134,20 @@ class StageSet:
         return found_segments(self.t, self.layout)
 
 
-def forward(stages: StageSet) -> Program:
+def forward(stages: StageSet) -> Plan:
     """The forward that also leaves what its backward pass would compute again."""
-    outputs, kept = Outputs.of(stages.problem, stages.t), stages.kept()
+    outputs, kept = new_outputs(stages.problem, stages.t), stages.kept()
     o, final_state = outputs["o"], outputs.get("final_state")
     outputs |= {"workspace": kept.workspace.buffer, "Akk_inv": kept.Akk_inv, "h": kept.h, "v_new": kept.v_new}
     if kept.packets is not None:
         outputs["packets"] = kept.packets
-    return Program(outputs, stages.scan(kept, o, final_state), stages.copies)
+    return Plan(stages.t.memory, outputs, [*stages.copies, *stages.scan(kept, o, final_state)])
 
 
-def backward(stages: StageSet) -> Program:
+def backward(stages: StageSet) -> Plan:
     """Gradients by input; without what was kept the forward's stages run again."""
-    outputs = Outputs(stages.t.device)
-    return Program(outputs, launches(stages, outputs), stages.copies)
+    outputs = Outputs()
+    return Plan(stages.t.memory, outputs, [*stages.copies, *launches(stages, outputs)])
 
 
 def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
@@ -174,7 +169,7 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
         del steps
     dh0 = None
     if problem.has_initial_state:
-        dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
+        dh0 = outputs["initial_state"] = t.memory.new(problem.state_shape, problem.state_dtype)
     dht = t.dht if problem.output_final_state else None
     told = None
     if problem.ranks == 2 and problem.rank == 1:
@@ -186,7 +181,7 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
         yield from recomputed
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)
-    scanned = Scanned(*(new(x.shape, x.dtype, x.device) for x in (kept.h, kept.v_new)))
+    scanned = Scanned(*(t.memory.new(x.shape, x.dtype) for x in (kept.h, kept.v_new)))
     packet = None if told is None else told.packet
     yield stages.reverse(problem, t, stages.arch, kept, scanned, dht, dh0, packet)
     del packet
@@ -199,11 +194,11 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
     known = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
     x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
     del kept, scanned, known, dht
-    parts = Parts.allocate(problem, t.device, stages.squares, stages.squares_dtype)
-    grad_v = outputs.allocate("v", Result((problem.B, problem.T, problem.HV, problem.V), problem.dtype))
+    parts = Parts.allocate(problem, t.memory, stages.squares, stages.squares_dtype)
+    grad_v = outputs["v"] = t.memory.new((problem.B, problem.T, problem.HV, problem.V), problem.dtype)
     yield stages.wy(problem, stages.arch, x, parts, grad_v)
     del x
-    heads = ByHead.allocate(problem, t.device)
+    heads = ByHead.allocate(problem, t.memory)
     outputs.update(heads.outputs(problem))
     yield stages.intra(problem, t, stages.arch, parts, heads)
     del parts
@@ -216,7 +211,7 @@ def gradients_of_ranks(
     """The gradients of the final states, with those that come from later ranks; see `carried_gradients`."""
     problem, t = stages.problem, stages.t
     assert kept.packets is not None
-    grads = new(problem.state_shape, torch.float32, t.device)
+    grads = t.memory.new(problem.state_shape, torch.float32)
 
     def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
         return stages.reverse(problem, t, stages.arch, replace(kept, unsplit=True), None, dht, dh0, None)
@@ -253,9 +248,3 @@ def reverse_arguments(
         **dict(segments, border=None if packet is None else t.border, packet=packet),
         **dict(has_initial=dh0 is not None, has_final=dht is not None),
     )
-
-
-def reverse_scratch(kept: Kept, scanned: Scanned | None, own: dict[str, Any]) -> tuple[Tensor, ...]:
-    left = () if scanned is None else (scanned.dv, scanned.dh)
-    others = (own[name] for name in ("grad_final", "grad_initial", "packet"))
-    return (kept.workspace.buffer, *left, *(x for x in others if x is not None))

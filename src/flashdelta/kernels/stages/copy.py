@@ -1,6 +1,6 @@
 """Stage `copy`: inputs that no kernel reads in place, laid out anew, and an output that none writes in place. `copy_kernel` has
 tokens with their channels, `strided_copy_kernel` everything else. `Tensor.contiguous` takes four times as long for tokens that
-lie innermost, and what PyTorch computes while a program is built can't be replayed."""
+lie innermost, and would be no part of a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...problem.problem import Tensors
 from ...program.launch import Launch
-from ...program.workspace import new
 
 TOKENS, CHANNELS = 64, 128
 """Most tokens and channels of a tile."""
@@ -73,10 +72,9 @@ def copy_kernel(
             copy_tile(x3, rows3, H3, batch3, token3, head3, channel3, T, K, TILE, BK, BY_TOKEN)
 
 
-def copy(tensors: Sequence[Tensor]) -> Launch:
-    """Copies tensors `[B, T, H, K]` that differ in their heads and strides; its scratch are the copies."""
+def copy(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Launch:
+    """Copies tensors `[B, T, H, K]` that differ in their heads and strides to dense `rows`."""
     B, T, _, K = tensors[0].shape
-    rows = tuple(new(x.shape, x.dtype, x.device) for x in tensors)
     each = [(x, to, x.shape[2], *x.stride()) for x, to in zip(tensors, rows)]
     absent = [(None, None, 0, 0, 0, 0, 0)] * (AT_ONCE - len(each))
     return Launch(
@@ -85,7 +83,6 @@ def copy(tensors: Sequence[Tensor]) -> Launch:
         (*itertools.chain(*each, *absent), B, T),
         dict(K=K, TILE=TOKENS, BK=min(triton.next_power_of_2(K), CHANNELS), BY_TOKEN=is_by_token(tensors[0])),
         num_warps=4,
-        scratch=rows,
         rows=len(rows),
     )
 
@@ -130,8 +127,8 @@ def strided_copy_kernel(
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def strided_copy(x: Tensor, to: Tensor, scratch: Tensor) -> list[Launch]:
-    """Copies a tensor to one of its shape and dtype; one of them is scratch. One launch, unless many dimensions lie apart."""
+def strided_copy(x: Tensor, to: Tensor) -> list[Launch]:
+    """Copies a tensor to one of its shape and dtype. One launch, unless many dimensions lie apart."""
     dims: list[tuple[int, int, int]] = []
     for n, *strides in zip(x.shape, x.stride(), to.stride()):
         if dims and [n * s for s in strides] == [*dims[-1][1:]]:
@@ -141,7 +138,7 @@ def strided_copy(x: Tensor, to: Tensor, scratch: Tensor) -> list[Launch]:
     if len(dims) > OUTER + 2:
         first = max(i for i, n in enumerate(x.shape[: x.dim() - OUTER - 2]) if n > 1)
         parts = zip(x.unbind(first), to.unbind(first))
-        return [launch for part in parts for launch in strided_copy(*part, scratch)]
+        return [launch for part in parts for launch in strided_copy(*part)]
     if len(dims) == 1 and dims[0][0] % COLUMNS == 0:
         n, *strides = dims[0]
         dims = [(n // COLUMNS, *(s * COLUMNS for s in strides)), (COLUMNS, *strides)]
@@ -156,7 +153,6 @@ def strided_copy(x: Tensor, to: Tensor, scratch: Tensor) -> list[Launch]:
             (x.detach().view(word), to.detach().view(word), *sizes[1:], *itertools.chain(*places)),
             dict(ROWS=ROWS, COLUMNS=COLUMNS),
             num_warps=4,
-            scratch=(scratch,),
         )
     ]
 
@@ -175,9 +171,9 @@ def laid_out(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool] 
     for role in roles:
         x = getattr(t, role)
         if x is not None and not fits(x):
-            dense[role] = new(x.shape, x.dtype, x.device)
-            copies += strided_copy(x, dense[role], dense[role]) if x.numel() > 0 else []
-    return Inputs(replace(t, **dense), copies)
+            dense[role] = t.memory.new(x.shape, x.dtype)
+            copies += strided_copy(x, dense[role]) if x.numel() > 0 else []
+    return Inputs(replace(t, **dense) if dense else t, copies)
 
 
 def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> Inputs:
@@ -188,14 +184,12 @@ def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> 
     for role in roles:
         x = getattr(t, role)
         if x is not None and not fits(x):
-            if x.numel() == 0:
-                dense[role] = new(x.shape, x.dtype, x.device)
-            else:
+            dense[role] = t.memory.new(x.shape, x.dtype)
+            if x.numel() > 0:
                 alike.setdefault((x.dtype, *x.shape[:2], x.shape[3], is_by_token(x)), {})[role] = x
     for found in alike.values():
         names = [*found]
         for first in range(0, len(names), AT_ONCE):
             some = names[first : first + AT_ONCE]
-            copies.append(copy([found[role] for role in some]))
-            dense |= zip(some, copies[-1].scratch)
-    return Inputs(replace(t, **dense), copies)
+            copies.append(copy([found[role] for role in some], [dense[role] for role in some]))
+    return Inputs(replace(t, **dense) if dense else t, copies)

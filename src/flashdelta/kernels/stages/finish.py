@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem, Result, Tensors
+from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs
-from ...program.workspace import new
+from ...program.plan import Outputs
+from ...program.workspace import Slots
 from ..shared.scalars import SCALARS
 from .launch import bind
 
@@ -109,14 +109,14 @@ class ByHead:
     dt_bias: Tensor | None
 
     @classmethod
-    def allocate(cls, problem: Problem, device: torch.device) -> ByHead:
+    def allocate(cls, problem: Problem, memory: Slots) -> ByHead:
         tokens, parts = (problem.B, problem.T, problem.HV), (problem.B * problem.slots, problem.HV, problem.K)
         grouped = problem.dtype if problem.group == 1 else torch.float32
         return cls(
-            *(new((*tokens, problem.K), dtype, device) for dtype in (grouped, grouped, problem.g_dtype)),
-            new(tokens, problem.beta_dtype, device),
-            new(parts, torch.float32, device) if problem.has_A_log else None,
-            new(parts, torch.float32, device) if problem.has_dt_bias else None,
+            *(memory.new((*tokens, problem.K), dtype) for dtype in (grouped, grouped, problem.g_dtype)),
+            memory.new(tokens, problem.beta_dtype),
+            memory.new(parts, torch.float32) if problem.has_A_log else None,
+            memory.new(parts, torch.float32) if problem.has_dt_bias else None,
         )
 
     def arguments(self) -> dict[str, Tensor | None]:
@@ -129,11 +129,6 @@ class ByHead:
         shared = {"q": self.q, "k": self.k} if problem.group == 1 else {}
         return {**shared, "g": self.g, "beta": self.beta}
 
-    def buffers(self, problem: Problem) -> tuple[Tensor, ...]:
-        """The others."""
-        shared = () if problem.group == 1 else (self.q, self.k)
-        return *shared, *self.parameters().values()
-
     def parameters(self) -> dict[str, Tensor]:
         """The parts of those that the call has."""
         return {name: x for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias)) if x is not None}
@@ -143,11 +138,11 @@ def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> lis
     """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
     for name in heads.parameters():
         given = getattr(t, name)
-        outputs.allocate(name, Result(given.shape, given.dtype))
+        outputs[name] = t.memory.new(given.shape, given.dtype)
     if problem.group > 1:
         for name in ("q", "k"):
-            outputs.allocate(name, Result((problem.B, problem.T, problem.H, problem.K), problem.dtype))
-    launches, scratch = [], heads.buffers(problem)
+            outputs[name] = t.memory.new((problem.B, problem.T, problem.H, problem.K), problem.dtype)
+    launches = []
     if heads.parameters():
         own = dict(
             **dict(partial_A_log=heads.A_log, partial_dt_bias=heads.dt_bias),
@@ -156,12 +151,12 @@ def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> lis
         )
         ctas = problem.HV * len(heads.parameters())
         bound = bind(gate_sums_kernel, problem, t, own)
-        launches.append(Launch(gate_sums_kernel, ctas, *bound, num_warps=16, scratch=scratch))
+        launches.append(Launch(gate_sums_kernel, ctas, *bound, num_warps=16))
     rows, tokens = 16 if problem.group > 1 else 64, problem.B * problem.T
     ctas = -(-tokens // rows) * problem.H
     if ctas > 0 and (problem.group > 1 or problem.packed):
         grads = {f"grad_{name}": outputs[name] for name in ("q", "k", "g", "v", "beta")}
         own = dict(**grads, heads_q=heads.q, heads_k=heads.k, tokens=tokens, ROWS=rows)
         bound = bind(finish_kernel, problem, t, own)
-        launches.append(Launch(finish_kernel, ctas, *bound, num_warps=4, scratch=scratch))
+        launches.append(Launch(finish_kernel, ctas, *bound, num_warps=4))
     return launches

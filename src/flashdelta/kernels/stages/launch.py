@@ -26,14 +26,8 @@ class StageCall:
     t: Tensors
     arch: int
     workspace: Workspace
-    beside: tuple[Tensor, ...] = ()
-    """Scratch that is not in the workspace."""
     packet: Tensor | None = None
     """Where the first of two ranks leaves the states of sequences that go on to the second (`merge.py`)."""
-
-    @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        return (self.workspace.buffer, *self.beside)
 
     def left(self, *names: str) -> dict[str, Tensor | None]:
         """Tensors of the workspace by name, None where it has none of that name."""

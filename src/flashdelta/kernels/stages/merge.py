@@ -111,7 +111,6 @@ def store_ends(call: StageCall, final_state: Tensor) -> Launch:
             store_ends_kernel, problem, t, dict(**own, packets=problem.packets, SIZE=problem.K * problem.V, BLOCK=1024)
         ),
         num_warps=4,
-        scratch=(final_state,),
     )
 
 
@@ -131,7 +130,6 @@ def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Te
         problem.N * problem.HV * (problem.V // c.BV),
         *bind(merge_kernel, problem, t, {**state_arguments(problem, t, None), **own, "packets": problem.packets}),
         c.num_warps,
-        scratch=(packets, merged) if gradients is None else (packets, merged, gradients),
     )
 
 

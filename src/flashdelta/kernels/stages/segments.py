@@ -12,8 +12,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs
-from ...program.workspace import Layout, Workspace, sizes
+from ...program.plan import Outputs
+from ...program.workspace import Layout, Slots, Workspace, sizes
 from ..shared.mma import dot
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_work_tile
@@ -128,7 +128,6 @@ def compose(call: StageCall, final_state: Tensor | None, backward: bool = False)
         *bind(compose_kernel, problem, t, {**segments, **state_arguments(problem, t, final_state), **own}),
         c.num_warps,
         overlaps=overlaps,
-        scratch=call.buffers,
     )
 
 
@@ -142,13 +141,13 @@ LASTING = ("transitions", "starts", "first_segment")
 """Tensors of a split that the backward pass needs."""
 
 
-def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs) -> dict[str, Tensor]:
+def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs, memory: Slots) -> dict[str, Tensor]:
     """Room for these, which a forward with gradients leaves for its backward pass if they take no more memory than `v`."""
     kept = {name: layout[name] for name in LASTING if name in layout}
     values = problem.B * problem.T * problem.HV * problem.V * problem.dtype.itemsize
     if not kept or not problem.requires_grad or sum(sizes(kept)) > values:
         return {}
-    segments = Workspace.allocate(kept, outputs.device)
+    segments = Workspace.allocate(kept, memory)
     outputs["segments"] = segments.buffer
     return segments.tensors()
 

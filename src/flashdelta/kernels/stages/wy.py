@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...problem.problem import Problem, Tensors
-from ...program.program import Outputs
-from ...program.workspace import new
+from ...program.plan import Outputs
+from ...program.workspace import Slots
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class WyOperands:
         """Under the kernels' names."""
         return dict(vars(self), grad_o=self.do, o=self.do, grad_v_new=self.dv, grad_h=self.dh)
 
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        """Operands that stages before it left."""
-        return self.Akk_inv, self.h, self.v_new, self.dv, self.dh
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -58,23 +54,17 @@ class Parts:
     grad_Aqk: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls, problem: Problem, device: torch.device, squares: tuple[int, ...], squares_dtype: torch.dtype
-    ) -> Parts:
+    def allocate(cls, problem: Problem, memory: Slots, squares: tuple[int, ...], squares_dtype: torch.dtype) -> Parts:
         tokens = (problem.B, problem.T, problem.HV)
         wide = [*[(*tokens, problem.K)] * 3, tokens]
         return cls(
-            *(new(shape, torch.float32, device) for shape in wide),
-            *(new(squares, squares_dtype, device) for _ in range(2)),
+            *(memory.new(shape, torch.float32) for shape in wide),
+            *(memory.new(squares, squares_dtype) for _ in range(2)),
         )
 
     def arguments(self) -> dict[str, Any]:
         """Under the kernels' names."""
         return vars(self)
-
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        return self.grad_q, self.grad_k, self.grad_G, self.grad_beta, self.grad_A, self.grad_Aqk
 
 
 def wy_results(outputs: Outputs) -> dict[str, torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""From a validated call to the program that runs it."""
+"""From a validated call to its plan."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from ...problem.problem import BACKWARD, Problem, Tensors
 from ...problem.split import segments_of_call
 from ...program.launch import Launch, capability, sm_count
-from ...program.program import Outputs, Program
-from ...program.workspace import Layout, Workspace
+from ...program.plan import Outputs, Plan, new_outputs
+from ...program.workspace import Layout, Workspace, in_slots
 from ..stages import backward_pass
 from ..stages.backward_pass import StageSet
 from ..stages.launch import StageCall, layout, prepare_inputs
@@ -30,19 +30,20 @@ from .verify import verify
 from .wy import wy, wy_dqkg
 
 
-def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
-    """Makes the program, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
+def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan:
+    """Makes the plan, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
+    t = in_slots(t)
     if problem.operation == "chunk" + BACKWARD:
         return backward_pass.backward(stages_of(problem, t, arch))
     if problem.keeps:
         return backward_pass.forward(stages_of(problem, t, arch))
-    outputs = Outputs(t.device) if problem.operation.endswith(BACKWARD) else Outputs.of(problem, t)
+    outputs = Outputs() if problem.operation.endswith(BACKWARD) else new_outputs(problem, t)
     if problem.operation == "chunk":
         stages = stages_of(problem, t, arch)
-        return Program(outputs, stages.forward(outputs), stages.copies)
+        return Plan(t.memory, outputs, [*stages.copies, *stages.forward(outputs)])
     t, copies = prepare_inputs(problem, t)
-    return Program(outputs, LAUNCHES[problem.operation](problem, t, arch, outputs), copies)
+    return Plan(t.memory, outputs, [*copies, *LAUNCHES[problem.operation](problem, t, arch, outputs)])
 
 
 def stages_of(problem: Problem, t: Tensors, arch: int) -> StageSet:
@@ -59,7 +60,7 @@ def stages_of(problem: Problem, t: Tensors, arch: int) -> StageSet:
 def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Without `u` among the outputs those of `chunk_kda`, but that `w` lies in one; with it `output` is a stage of its own."""
     o, w, u, final_state = outputs["o"].view(t.v.shape), outputs["w"], outputs.get("u"), outputs.get("final_state")
-    call = StageCall(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.device, {"w": w}))
+    call = StageCall(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.memory, {"w": w}))
     if u is None:
         return [prepare(call), recurrence(call, o, final_state, None)]
     states = recurrence(call, None, final_state, call.workspace["h"], v_new=o, u=u)

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem.problem import RECORD_COUNTS, Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..shared.records import COUNTS, load_record, record_counts, record_width
 from ..shared.scalars import SCALARS
 from ..shared.states import slot_and_row, state_offsets

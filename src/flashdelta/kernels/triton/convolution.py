@@ -23,10 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Result, Tensors
+from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
-from ...program.program import Outputs
-from ...program.workspace import new
+from ...program.plan import Outputs
 from ..shared.gates import quick_sigmoid
 from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, locate_sequence, rows_before, sequence_bounds
@@ -627,15 +626,17 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
     c = convolution_config(problem, t.device, backward=True)
     _, tiles = token_tiles(problem, c)
     dht = t.dht if problem.output_final_state else None
-    dx = outputs.allocate("x", Result(problem.shape, problem.dtype, zeroed=problem.N == 0))
+    outputs["x"] = dx = t.memory.new(problem.shape, problem.dtype, zeroed=problem.N == 0)
     dh0 = None
     if t.initial_state is not None:
-        dh0 = outputs.allocate("initial_state", Result(tuple(t.initial_state.shape), problem.state_dtype))
-    dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
-    dbias = None if t.bias is None else outputs.allocate("bias", Result((problem.D,), t.bias.dtype))
+        outputs["initial_state"] = dh0 = t.memory.new(t.initial_state.shape, problem.state_dtype)
+    outputs["weight"] = dweight = t.memory.new(t.weight.shape, t.weight.dtype)
+    dbias = None
+    if t.bias is not None:
+        outputs["bias"] = dbias = t.memory.new((problem.D,), t.bias.dtype)
     columns = problem.taps + (t.bias is not None)
     # a tile alone has the whole sums
-    partials = None if tiles == 1 else new((tiles, columns, problem.D), torch.float32, t.device)
+    partials = None if tiles == 1 else t.memory.new((tiles, columns, problem.D), torch.float32)
     grad_weight, grad_bias = (dweight, dbias) if partials is None else (None, None)
     own = dict(
         **arguments(problem, t, c, arch, dict(initial=t.initial_state, grad_final=dht, grad_initial=dh0)),
@@ -650,7 +651,6 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
         c.num_warps,
         c.max_registers,
         arch >= 90,
-        scratch=() if partials is None else (partials,),
     )
     if partials is not None:
         yield sums(partials, dweight, dbias, arch >= 90)

@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..shared.gates import decay_rate, head_bias, sigmoid
 from ..shared.mma import stacked
 from ..shared.products import summand

@@ -216,5 +216,4 @@ def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) 
         **vars(c),
         **dict(grad_Akk=parts.grad_A, SAFE=safe_blocks(problem), PRECISION=backward_precision(problem, arch)),
     )
-    scratch = (*parts.buffers, *heads.buffers(problem))
-    return Launch(intra_kernel, chunks(problem), *bind(intra_kernel, problem, t, own), c.num_warps, scratch=scratch)
+    return Launch(intra_kernel, chunks(problem), *bind(intra_kernel, problem, t, own), c.num_warps)

@@ -18,10 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Result, Tensors
+from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch, sm_count
-from ...program.program import Outputs
-from ...program.workspace import new
+from ...program.plan import Outputs
 from ..shared.gates import quick_sigmoid
 from ..shared.scalars import SCALARS
 from ..stages.launch import bind
@@ -186,12 +185,13 @@ def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Itera
     c, overlaps = norm_config(problem, backward=True), arch >= 90
     own = arguments(problem, t, c, arch)
     tiles = -(-own["rows"] // c.ROWS)
-    partials = new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32, t.device)
+    partials = t.memory.new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32)
     dtypes = {"x": problem.dtype, "z": problem.output_dtype}
-    grads = {f"d{role}": outputs.allocate(role, Result(problem.shape, dtype)) for role, dtype in dtypes.items()}
+    outputs |= {role: t.memory.new(problem.shape, dtype) for role, dtype in dtypes.items()}
+    grads = {f"d{role}": outputs[role] for role in dtypes}
     own |= dict(**grads, do=row_layout(t.do), partials=partials, tile_count=tiles)
     bound = bind(norm_backward_kernel, problem, t, own)
     ctas = partials.shape[0]
-    yield Launch(norm_backward_kernel, ctas, *bound, c.num_warps, overlaps=overlaps, scratch=(partials,))
-    dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
+    yield Launch(norm_backward_kernel, ctas, *bound, c.num_warps, overlaps=overlaps)
+    outputs["weight"] = dweight = t.memory.new(t.weight.shape, t.weight.dtype)
     yield sums(partials, dweight, None, overlaps)

@@ -65,4 +65,4 @@ def output(call: StageCall, o: Tensor) -> Launch:
     own = dict(call.left("qg", "Aqk", "h"), o=o, **vars(c), PRECISION=precision(problem))
     ctas = problem.B * problem.slots * problem.HV * (problem.V // c.BV)
     bound = bind(output_kernel, problem, call.t, own)
-    return Launch(output_kernel, ctas, *bound, c.num_warps, scratch=call.buffers)
+    return Launch(output_kernel, ctas, *bound, c.num_warps)

@@ -353,4 +353,4 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = N
         **({"v": None} if u is None else {}),
     )
     bound = bind(kernel, problem, call.t, own)
-    return Launch(kernel, chunks(problem), *bound, c.num_warps, scratch=call.buffers)
+    return Launch(kernel, chunks(problem), *bound, c.num_warps)

@@ -309,4 +309,4 @@ def recurrence(
         **dict(vars(c), PRECISION=precision(problem)),
     )
     ctas = (problem.N if starts is None else starts.shape[0]) * problem.HV * (problem.V // c.BV)
-    return Launch(recurrence_kernel, ctas, *bind(recurrence_kernel, problem, t, own), c.num_warps, scratch=call.buffers)
+    return Launch(recurrence_kernel, ctas, *bind(recurrence_kernel, problem, t, own), c.num_warps)

@@ -27,7 +27,7 @@ from ..shared.scalars import SCALARS
 from ..shared.segments import place_segment, segment_of
 from ..shared.sequences import crossing_packet, own_work_tile
 from ..shared.states import load_state, state_offsets, store_state
-from ..stages.backward_pass import Kept, Scanned, reverse_arguments, reverse_scratch
+from ..stages.backward_pass import Kept, Scanned, reverse_arguments
 from ..stages.launch import bind, precision
 from .recurrence import recurrence_config
 
@@ -145,5 +145,4 @@ def reverse(
         (problem.N if ends is None else ends.shape[0]) * problem.HV * (problem.V // c.BV),
         *bind(reverse_kernel, problem, t, own),
         c.num_warps,
-        scratch=reverse_scratch(kept, scanned, own),
     )

@@ -9,7 +9,6 @@ scans a sequence's segments and leaves the state before each, from which `recurr
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -164,7 +163,7 @@ def transitions_width(problem: Problem, capability: int) -> int:
 
 def plan(call: StageCall, room: int) -> Launch:
     own = dict(call.left("first_segment"), room=room, **vars(SPLIT_COSTS), BLOCK=128)
-    return Launch(plan_kernel, 1, *bind(plan_kernel, call.problem, call.t, own), num_warps=4, scratch=call.buffers)
+    return Launch(plan_kernel, 1, *bind(plan_kernel, call.problem, call.t, own), num_warps=4)
 
 
 def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> Launch:
@@ -175,8 +174,7 @@ def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> L
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
     """Transitions of the sequences that go on to the next rank (`stages/merge.py`)."""
     where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], first_segment=None)
-    launch = _transitions(call, call.problem.packets, where, None)
-    return replace(launch, scratch=(*call.buffers, packet))
+    return _transitions(call, call.problem.packets, where, None)
 
 
 def _transitions(call: StageCall, segments: int, where: dict[str, Any], final_state: Tensor | None) -> Launch:
@@ -193,7 +191,6 @@ def _transitions(call: StageCall, segments: int, where: dict[str, Any], final_st
         segments * problem.HV * ((problem.K + problem.V) // BV),
         *bind(transitions_kernel, problem, t, own),
         c.num_warps,
-        scratch=call.buffers,
     )
 
 

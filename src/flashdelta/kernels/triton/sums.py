@@ -57,5 +57,4 @@ def sums(partials: Tensor, grad_weight: Tensor, grad_bias: Tensor | None, overla
         dict(TAPS=columns - (grad_bias is not None), ROWS=ROWS, BLOCK=BLOCK, OVERLAP=overlaps),
         num_warps=8,
         overlaps=overlaps,
-        scratch=(partials,),
     )

@@ -38,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..shared.gates import AHEAD, beta_of, decay_rate, log2_decay
 from ..shared.mma import stacked, two_parts
 from ..shared.norms import L2_EPS

@@ -18,15 +18,13 @@ and the gradient `dS'` of the state after it:
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs
+from ...program.plan import Outputs
 from ..shared.gates import LOG2E, beta_of, decay_rate
 from ..shared.norms import row_norms
 from ..shared.products import summand
@@ -323,8 +321,7 @@ def wy_launch(problem: Problem, arch: int, x: WyOperands, own: dict[str, object]
 
 def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
     own = dict(parts.arguments(), grad_Akk=parts.grad_A, grad_v=grad_v, rows=problem.slots)
-    launch = wy_launch(problem, arch, x, dict(**own, BY_TOKEN=False, V_FIRST=True))
-    return replace(launch, scratch=(*x.kept(), *parts.buffers))
+    return wy_launch(problem, arch, x, dict(**own, BY_TOKEN=False, V_FIRST=True))
 
 
 def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:

@@ -24,7 +24,8 @@ from ...problem import operations
 from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
 from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
-from ...program.program import Outputs
+from ...program.plan import Outputs
+from ...program.workspace import in_slots
 from ...runtime.call import check
 from ..compile import in_processes, only_launches, source
 from . import bindings
@@ -106,16 +107,14 @@ def prefill_call(
     q, k, v = (torch.empty(B, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
     g, beta = torch.empty(B, H, T, K, device="meta"), torch.empty(B, H, T, device="meta")
     options = SimpleNamespace(scale=None, gate=gate, chunk_size=C, precision=precision or dot_precision(dtype))
-    return operations.prefill_problem(options, Tensors(q, k, v, g, beta))
+    problem, t = operations.prefill_problem(options, Tensors(q, k, v, g, beta))
+    return problem, in_slots(t)
 
 
 def prefill_outputs(problem: Problem, t: Tensors) -> Outputs:
-    """Outputs of a prefill: in bfloat16 without `u`."""
-    outputs = Outputs(t.device)
-    for name, result in problem.results().items():
-        if name != "u" or problem.dtype == torch.float32:
-            outputs.allocate(name, result)
-    return outputs
+    """In bfloat16 without `u`."""
+    wanted = {name: x for name, x in problem.results().items() if name != "u" or problem.dtype == torch.float32}
+    return {name: t.memory.new(*x) for name, x in wanted.items()}
 
 
 def sample_decode(
