@@ -309,8 +309,8 @@ def test_workspace_query(exported: Export, op: str):
     query = {"op": f"{op}_workspace"}
     query["args"] = {name: value for name, value in task(op)["args"].items() if name in "BHTKVC"}
     found, refused = call(exported, [query, query | {"no_result": True}]).outcomes
-    problem, _ = python_prefill(op, query["args"])
-    assert (found["status"], found["bytes"]) == ("SUCCESS", prefill_workspace(problem).buffer.nbytes)
+    problem, t = python_prefill(op, query["args"])
+    assert (found["status"], found["bytes"]) == ("SUCCESS", prefill_workspace(problem, t.memory).buffer.nbytes)
     assert refused["status"] == "ERROR_NULL_POINTER"
     assert refused["message"] == "bytes: got NULL, wanted where to write the number"
     tight = [task(op, workspace_bytes=found["bytes"] - missing) for missing in (0, 1)]
