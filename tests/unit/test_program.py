@@ -14,6 +14,7 @@ from triton import knobs
 
 import flashdelta as fd
 from flashdelta.kernels.triton.recurrence import recurrence_kernel
+from flashdelta.parallel.exchange import Exchange
 from flashdelta.problem.problem import Tensors
 from flashdelta.program import plan as plans
 from flashdelta.program.cache import LaunchCache
@@ -115,6 +116,22 @@ def test_descriptors_get_new_addresses(started: Started):
     assert plan.steps[0].call[ARGUMENTS].base is None
     (_, _, (descriptor,)) = started[0]
     assert descriptor.base.data_ptr() == 640 and descriptor.shape == (8,)
+
+
+@pytest.mark.parametrize("rows", [2, 0])
+def test_an_exchange_takes_bytes(rows: int, started: Started):
+    """Scratch and an output, of which there may be none."""
+    said = []
+    t = slots(q=torch.zeros(8))
+    packet, packets = (t.memory.new((n, 3), torch.float32) for n in (rows, 2 * rows))
+    exchange = Exchange(lambda *given: said.append(given), "group", "gather", "all", packet, packets)
+    plan = Plan(t.memory, {"packets": packets}, [launch("a", t.q, packet), exchange, launch("b", packets)])
+    found = plan.execute((torch.zeros(8),))["packets"]
+    ((own, all_of_them, *rest),) = said
+    assert rest == ["group", "gather", "all"]
+    assert (own.nbytes, all_of_them.nbytes) == (12 * rows, 24 * rows) and own.dtype == all_of_them.dtype == torch.uint8
+    if rows:
+        assert own.data_ptr() == started[0][2][1] and all_of_them.data_ptr() == found.data_ptr() == started[1][2][0]
 
 
 COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
