@@ -7,20 +7,26 @@ import re
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from benchmarks.workloads import DECODE, PREFILL, TRAIN, Row
 from flashdelta.kernels.hopper.decode import DECODE_AT_ONCE
 from flashdelta.kernels.shared.products import rounded_product, summand
 from flashdelta.ops.chunk import chunk_kda
 from flashdelta.ops.decode import recurrent_kda
+from flashdelta.problem.problem import Tensors
+from flashdelta.program import launch as program
 from flashdelta.program.launch import Launch
+from flashdelta.program.workspace import in_slots
 from flashdelta.runtime.call import check
-from flashdelta.tools.compile import compile_launch, compiled, late_operands, only_launches
+from flashdelta.tools.compile import compile_launch, compiled, late_operands, machine_code, only_launches
 
 from ..full import FULL
 from ..support.decoding import BY_NAME, Step, make_step
@@ -341,6 +347,28 @@ def test_one_changed_instruction_fails_the_gate():
     assert said.startswith("sm_90 kernel: v: stale, its source changed since the record: sass ")
     (said,) = records.changes(before, after)
     assert said.startswith("sm_90 kernel: v: sass ")
+
+
+OTHER_GPU = 99
+"""A device whose caches nobody has."""
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
+def test_a_plan_compiles_the_same(offset: int, monkeypatch: pytest.MonkeyPatch):
+    """By Triton's own way, from tensors in slots, once; alignment is that of the call's tensors."""
+    gpu = SimpleNamespace(
+        get_current_device=lambda: OTHER_GPU,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    monkeypatch.setattr(program, "current_device", lambda: OTHER_GPU)
+    t = in_slots(Tensors(q=torch.zeros(1025)[offset:][:1024], k=torch.zeros(1024)))
+    ours, recorded = (sample_launch(arguments=(x, t.k, 1024), constants={"SIZE": 1024}) for x in (t.q, t.k))
+    monkeypatch.setattr(driver, "_active", gpu)
+    kernels = [ours.compiled(), ours.compiled()]
+    assert kernels[0] is kernels[1]
+    found, want = (machine_code(x.asm["cubin"]) for x in (kernels[0], compiled(recorded, 90)))
+    assert (found == want) == (offset == 0)
 
 
 # ---- fused multiplication and addition -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from triton import knobs
 
 import flashdelta as fd
 from flashdelta.kernels.triton.recurrence import recurrence_kernel
+from flashdelta.parallel.exchange import Exchange
 from flashdelta.problem.problem import Tensors
 from flashdelta.program import plan as plans
 from flashdelta.program.cache import LaunchCache
@@ -114,6 +116,22 @@ def test_descriptors_get_new_addresses(started: Started):
     assert plan.steps[0].call[ARGUMENTS].base is None
     (_, _, (descriptor,)) = started[0]
     assert descriptor.base.data_ptr() == 640 and descriptor.shape == (8,)
+
+
+@pytest.mark.parametrize("rows", [2, 0])
+def test_an_exchange_takes_bytes(rows: int, started: Started):
+    """Scratch and an output, of which there may be none."""
+    said = []
+    t = slots(q=torch.zeros(8))
+    packet, packets = (t.memory.new((n, 3), torch.float32) for n in (rows, 2 * rows))
+    exchange = Exchange(lambda *given: said.append(given), "group", "gather", "all", packet, packets)
+    plan = Plan(t.memory, {"packets": packets}, [launch("a", t.q, packet), exchange, launch("b", packets)])
+    found = plan.execute((torch.zeros(8),))["packets"]
+    ((own, all_of_them, *rest),) = said
+    assert rest == ["group", "gather", "all"]
+    assert (own.nbytes, all_of_them.nbytes) == (12 * rows, 24 * rows) and own.dtype == all_of_them.dtype == torch.uint8
+    if rows:
+        assert own.data_ptr() == started[0][2][1] and all_of_them.data_ptr() == found.data_ptr() == started[1][2][0]
 
 
 COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -234,24 +252,6 @@ def test_function_and_operator_repeat_each_other(pretended: Started):
     for way in (FUNCTION, OPERATOR, FUNCTION):
         way(**prefill_on(PLAIN))
     assert pretended.anew() == [True] * 3 + [False] * 6
-
-
-@pytest.mark.parametrize("other", ["alignment", "tokens", "gate", "precision", "scale", "chunk_size"])
-def test_another_prefill_is_worked_out_anew(other: str, pretended: Started):
-    call = prefill_on(PLAIN)
-    for _ in CALLS:
-        fd.kda_prefill(**call)
-    pretended.clear()
-    options = {"gate": "logsigmoid", "precision": "ieee", "scale": 0.5, "chunk_size": 32}
-    if other == "alignment":
-        change = {"v": torch.zeros(call["v"].numel() + 1)[1:].view(call["v"].shape)}
-        assert (change["v"].data_ptr() - call["v"].data_ptr()) % 16 != 0
-    elif other == "tokens":
-        change = {name: call[name][:, :, 1:].contiguous() for name in INPUTS}
-    else:
-        change = {other: options[other]}
-    fd.kda_prefill(**call | change)
-    assert pretended.anew() == [True] * 3
 
 
 def test_one_tensor_for_two_inputs_has_the_plan_of_two(pretended: Started):

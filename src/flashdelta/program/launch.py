@@ -104,7 +104,8 @@ class Launch:
         call, tensors, described = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3)], [], []
         for i, x in enumerate(self.arguments, ARGUMENTS):
             if isinstance(x, torch.Tensor):
-                tensors.append((i, x))
+                if x.numel() > 0:
+                    tensors.append((i, x))
                 x = 0
             elif not isinstance(x, NUMBERS):
                 described.append((i, x.base))

@@ -117,7 +117,7 @@ class Plan:
         steps, find = [_prepared(x) for x in launches], self.memory.find
         first, last, found = dict[int, int](), dict[int, int](), list[list[Pointers]]()
         for n, step in enumerate(steps):
-            found.append([[(i, *find(x)) for i, x in some if x.numel() > 0] for some in (step.tensors, step.described)])
+            found.append([[(i, *find(x)) for i, x in some] for some in (step.tensors, step.described)])
             for _, slot, _ in itertools.chain(*found[n]):
                 first.setdefault(slot, n)
                 last[slot] = n

@@ -109,8 +109,9 @@ class Dispatcher:
 
     def sources(self, t: Tensors, tensors: Sequence[Tensor | None]) -> list[int]:
         """The place of the caller's tensor that each of `t` is, or is a view of: q, k and v may be parts of rows."""
-        rows = self.place.get("mixed_qkv", -1)
-        found = (self.place.get(role, rows) for role in t.present())
+        place, name_of = {name: i for i, name in enumerate(self.tensors)}, self.operation.name_of
+        rows = place.get(name_of("mixed_qkv"), -1)
+        found = (place.get(name_of(role), rows) for role in t.present())
         return [rows if tensors[i] is None else i for i in found]
 
     def writes(self, given: Mapping[str, Any]) -> list[int]:

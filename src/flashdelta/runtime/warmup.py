@@ -152,8 +152,8 @@ def _compile(op: Callable, call: dict[str, Any], device: torch.device) -> None:
         from ..program.launch import compiling_for  # Triton need not be there
 
         with compiling_for(device):
-            program: Any = backend.build(problem, t)
-            for launch in program.launches:
+            plan: Any = backend.build(problem, t)
+            for launch in plan.launches:
                 launch.compile()
 
 

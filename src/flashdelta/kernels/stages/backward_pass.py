@@ -151,8 +151,7 @@ def backward(stages: StageSet) -> Plan:
 
 
 def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
-    """In order; what they find is in `outputs` from when it is allocated. Each is to run before the next is asked for: what
-    only the ones before it needed is given back then."""
+    """In order; `outputs` has what they find once all have been asked for."""
     problem, t = stages.problem, stages.t
     recomputed: Iterator[Step] = iter(())
     if t.workspace is not None:
@@ -166,7 +165,6 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
         first = max(exchanges, default=0) + 1
         yield from steps[:first]
         recomputed = iter(steps[first:])
-        del steps
     dh0 = None
     if problem.has_initial_state:
         dh0 = outputs["initial_state"] = t.memory.new(problem.state_shape, problem.state_dtype)
@@ -184,24 +182,19 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
     scanned = Scanned(*(t.memory.new(x.shape, x.dtype) for x in (kept.h, kept.v_new)))
     packet = None if told is None else told.packet
     yield stages.reverse(problem, t, stages.arch, kept, scanned, dht, dh0, packet)
-    del packet
     if told is not None:
         yield told
-        del told
         yield from recomputed
     if problem.ranks > 1 and dh0 is not None:
         yield clear(problem, t, dh0)
     known = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
     x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
-    del kept, scanned, known, dht
     parts = Parts.allocate(problem, t.memory, stages.squares, stages.squares_dtype)
     grad_v = outputs["v"] = t.memory.new((problem.B, problem.T, problem.HV, problem.V), problem.dtype)
     yield stages.wy(problem, stages.arch, x, parts, grad_v)
-    del x
     heads = ByHead.allocate(problem, t.memory)
     outputs.update(heads.outputs(problem))
     yield stages.intra(problem, t, stages.arch, parts, heads)
-    del parts
     yield from finish(problem, t, heads, outputs)
 
 
