@@ -240,6 +240,8 @@ def check_launch(record: dict, launch: Launch, addresses: dict[str, int]) -> Non
     own, scratch = record["values"][: len(parameters)], record["values"][len(parameters) :]
     assert scratch == [0] * cubins.SCRATCH
     for (name, kind), bits in zip(parameters, own, strict=True):
+        if given.get(name.partition("_")[0], 0) is None:  # strides of an absent tensor, which nothing reads
+            continue
         if kind in NUMBERS:  # eight bytes from where it lies were recorded
             got = NUMBERS[kind].from_buffer_copy(struct.pack("<Q", bits)).value
             assert got == (pytest.approx(given[name]) if kind == "fp32" else given[name]), name

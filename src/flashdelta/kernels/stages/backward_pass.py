@@ -172,7 +172,7 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
     told = None
     if problem.ranks == 2 and problem.rank == 1:
         # nothing comes from a rank after, and what goes to the one before is what `reverse` ends with
-        told = send_gradients(problem, t.device)
+        told = send_gradients(problem, t.memory)
     elif problem.ranks > 1:
         dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
     if told is None or (kept.split and not stages.segments):
