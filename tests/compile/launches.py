@@ -22,14 +22,12 @@ from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..support.buffers import CASES as BUFFERS
-from ..support.buffers import SPLITS, buffer_call
 from ..support.cases import BF16, CASES, FP32, Case
 from ..support.decoding import STEPS, make_step
 from ..support.decoding_checks import REPLAYED, replay_buffer
 from ..support.inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
 from ..support.oracle import as_recurrent
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, SPLITS, as_recurrent_pool, pool_call
 from ..support.prefills import CASES as PREFILLS
 from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.split_cases import LENGTHS, split_call, split_pool_call
@@ -118,11 +116,11 @@ def cases() -> Iterator[Traced]:
         if takes_hopper(on_gpu(pool.case)):
             call = pool_call(replace(pool, case=on_gpu(pool.case)), BF16)
             yield Traced(f"pool {pool.name}, hopper", fd.chunk_kda, call, "hopper")
-    for buffer_case in BUFFERS + SPLITS:
-        yield Traced(f"buffer {buffer_case.name}, triton", fd.chunk_kda, buffer_call(buffer_case, BF16))
-        if takes_hopper(on_gpu(buffer_case.case)):
-            call = buffer_call(replace(buffer_case, case=on_gpu(buffer_case.case)), BF16)
-            yield Traced(f"buffer {buffer_case.name}, hopper", fd.chunk_kda, call, "hopper")
+    for buffer in BUFFERS + SPLITS:
+        yield Traced(f"buffer {buffer.name}, triton", fd.chunk_kda, pool_call(buffer, BF16))
+        if takes_hopper(on_gpu(buffer.case)):
+            call = pool_call(replace(buffer, case=on_gpu(buffer.case)), BF16)
+            yield Traced(f"buffer {buffer.name}, hopper", fd.chunk_kda, call, "hopper")
     for parts in (2, 5, "auto"):
         calls = {str(lengths): split_call(lengths) for lengths in LENGTHS} | {"pool": split_pool_call()}
         for name, call in calls.items():

@@ -9,10 +9,8 @@ import pytest
 import flashdelta as fd
 
 from ..gpu.calls import on_gpu
-from ..support.buffers import CASES, SPLITS, BufferCase, buffer_call, buffer_id, hold_buffers
 from ..support.cases import BF16
-from ..support.oracle import one_rounding, tolerance_of
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
+from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, SPLITS, PoolCase, hold_pool, pool_call, pool_id
 
 pytestmark = pytest.mark.slow
 
@@ -25,17 +23,10 @@ BUFFER_NAMES = {
     *("bad_offsets", "only_final_bf16", "no_sequences", "split_every", "split_offsets"),
 }
 POOLS = [pool_case for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS if pool_case.name in POOL_NAMES]
-BUFFERS = [buffer_case for buffer_case in CASES + SPLITS if buffer_case.name in BUFFER_NAMES]
+POOLS += [pool_case for pool_case in BUFFERS + SPLITS if pool_case.name in BUFFER_NAMES]
 
 
 @pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
 def test_pools(pool_case: PoolCase):
     call = pool_call(replace(pool_case, case=on_gpu(pool_case.case)), BF16) | {"backend": "hopper"}
-    tolerance = tolerance_of(call)
-    hold_pool(fd.chunk_kda, call, tolerance, tolerance + one_rounding(call["state_pool"].dtype))
-
-
-@pytest.mark.parametrize("buffer_case", BUFFERS, ids=buffer_id)
-def test_buffers(buffer_case: BufferCase):
-    call = buffer_call(replace(buffer_case, case=on_gpu(buffer_case.case)), BF16) | {"backend": "hopper"}
-    hold_buffers(call, tolerance_of(call), lambda dtype: tolerance_of(call) + one_rounding(dtype))
+    hold_pool(fd.chunk_kda, call)

@@ -15,7 +15,6 @@ from flashdelta.hopper import build, recurrence
 from flashdelta.parallel import context_parallel
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, on_gpu
-from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, hold_buffers
 from ..support.cases import BF16, FP32, Case
 from ..support.oracle import (
     assert_close,
@@ -27,7 +26,7 @@ from ..support.oracle import (
     tolerance_of,
     truth,
 )
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
+from ..support.pools import BUFFERS_BY_NAME, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
 from ..support.ranks import Cut
 from ..support.virtual import on_ranks
 from ..unit.test_hopper_choice import TABLE
@@ -120,23 +119,14 @@ def test_few_ctas_change_no_bit(stream_k: bool, monkeypatch: pytest.MonkeyPatch)
 
 POOL_NAMES = ("v_first_int32", "flags_batch", "gva", "several", "cut_bf16", "bad_offsets")
 POOLS = [case for case in PLAIN_POOLS + CHECKPOINT_POOLS if case.name in POOL_NAMES]
+POOLS += [BUFFERS_BY_NAME[name] for name in ("every_128_batch", "every_pool", "many_offsets", "only_final_bf16")]
 
 
 @pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
 def test_pools(pool_case: PoolCase):
     case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
     call = pool_call(replace(pool_case, case=case), BF16) | {"split": False, "backend": "hopper"}
-    hold_pool(fd.chunk_kda, call, tolerance_of(call), tolerance_of(call) + 4e-3)
-
-
-BUFFERS = [case for case in CASES if case.name in ("every_128_batch", "every_pool", "many_offsets", "only_final_bf16")]
-
-
-@pytest.mark.parametrize("buffer_case", BUFFERS, ids=buffer_id)
-def test_buffers(buffer_case: BufferCase):
-    case = replace(buffer_case, case=replace(on_gpu(buffer_case.case), K=128))
-    call = buffer_call(case, BF16) | {"split": False, "backend": "hopper"}
-    hold_buffers(call, tolerance_of(call), lambda dtype: tolerance_of(call) + 4e-3)
+    hold_pool(fd.chunk_kda, call, more=4e-3)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

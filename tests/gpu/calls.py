@@ -246,6 +246,13 @@ def compilations() -> Iterator[list[str]]:
         triton.knobs.compilation.listener = before
 
 
+@contextlib.contextmanager
+def nothing_compiles() -> Iterator[None]:
+    with compilations() as names:
+        yield
+    assert names == []
+
+
 def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
     """A CUDA graph of a call that ran before, and the results that replays write."""
     run()

@@ -10,7 +10,6 @@ import torch
 import flashdelta as fd
 
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
-from ..support.decoding import untouched
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import (
     assert_close,
@@ -21,7 +20,7 @@ from ..support.oracle import (
     same_bits,
     tolerance_of,
 )
-from ..support.pools import PoolCase, memory_of, pool_truth
+from ..support.pools import PoolCase, hold_pool
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold_each, of_sequence, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
 
@@ -73,19 +72,10 @@ def test_forced_split_of_a_sequence_is_its_own(backend: str):
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("pool_case", [PREFILL, replace(PREFILL, marks=None, mark_slots=None)], ids=["marks", "plain"])
+@pytest.mark.parametrize("pool_case", [PREFILL, replace(PREFILL, marks=None)], ids=["marks", "plain"])
 def test_split_with_a_pool_and_checkpoints(pool_case: PoolCase, parts: int, backend: str):
     """In place: the last segment stores where the first one's state lay."""
-    call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend)
-    true_o, true_pool = pool_truth(call)
-    pool = call["state_pool"]
-    memory, outside = memory_of(pool), untouched(pool, stored=set(range(pool_case.slots)))
-    before = memory[outside].clone()
-    o, _ = fd.chunk_kda(**call, split=parts)
-    tokens = covered_tokens(call)
-    assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
-    assert_close("pool", pool, true_pool, tolerance_of(call) + one_rounding(pool.dtype))
-    assert same_bits(memory[outside], before)
+    hold_pool(fd.chunk_kda, gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend) | {"split": parts})
 
 
 FEW_HEADS = replace(KIMI, H=2, HV=2, state=FP32)

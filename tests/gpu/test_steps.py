@@ -17,7 +17,6 @@ from ..support.decays import KINDS, decays_call
 from ..support.oracle import rounding_error, truth
 from ..support.pools import CHECKPOINT_POOLS
 from . import (
-    test_buffers,
     test_execution,
     test_hard,
     test_laws,
@@ -50,6 +49,7 @@ def cases(test: Callable, found: list, case_of: Callable = lambda x: x) -> dict[
 
 
 K_FIRST = replace(test_pool.PREFILL, name="K first", case=replace(test_pool.PREFILL.case, v_first=False))
+STATES = [*CHECKPOINT_POOLS, test_pool.PREFILL, K_FIRST, *test_pool.BUFFER_MODELS]
 CHECKS = {
     **cases(test_hard.test_packed_with_states, HARD_CASES),
     **cases(test_hard.test_both_paths, [case for case in test_hard.BOTH_PATHS + test_hard.LONG if case.K == 128]),
@@ -64,8 +64,7 @@ CHECKS = {
     **{f"every tail, K 64, {x}": partial(test_lengths.test_every_tail, x, NARROW) for x in (None, FP32)},
     "random packings, K 64": partial(test_lengths.test_random_packings, 41, NARROW),
     "packed bits, K 64": partial(test_laws.test_a_packed_sequences_bits_are_its_own, NARROW, CHUNK),
-    **cases(test_pool.test_chunk_bf16, [*CHECKPOINT_POOLS, test_pool.PREFILL, K_FIRST], lambda x: x.case),
-    **cases(test_buffers.test_chunk_bf16, test_buffers.MODELS, lambda x: x.case),
+    **cases(test_pool.test_chunk_bf16, STATES, lambda x: x.case),
     **{f"packed bits, {x.name}": partial(test_laws.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS},
     "bits of rows": partial(test_laws.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
     "no state": partial(test_laws.test_no_state_and_zeros_give_the_same_bits, True, CHUNK),

@@ -11,9 +11,10 @@ import flashdelta as fd
 from flashdelta.hopper import recurrence
 
 from ..support.cases import BF16, FP32, Case, case_id
+from ..support.decoding import memory_of
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import covered_tokens, lengths_of, same_bits
-from ..support.pools import PoolCase, gathered_and_scattered, memory_of
+from ..support.pools import gathered_and_scattered, pooled
 from ..support.stream_k import Work
 from .calls import (
     CALLS_TO_A_REPLAY,
@@ -119,11 +120,11 @@ def test_split_tiles_change_no_bit(case: Case, other_backend: str):
         assert_same_bits((o, state, *(x[:, : want[2].shape[1]] for x in h)), want, covered_tokens(call))
 
 
-POOL = PoolCase(
-    name="stream-K",
-    why="slots of tiles that are split, among null rows and an empty sequence",
-    case=replace(KIMI, H=64, HV=64, lengths=(900, 0, 1700, 64, 333, 1200), state=FP32, v_first=True),
-    indices=(4, 7, -1, 0, 9, 5),
+POOL = pooled(
+    "stream-K",
+    "slots of tiles that are split, among null rows and an empty sequence",
+    replace(KIMI, H=64, HV=64, lengths=(900, 0, 1700, 64, 333, 1200), state=FP32, v_first=True),
+    (4, 7, -1, 0, 9, 5),
     flags=(True, True, True, True, False, True),
     slots=9,
     gap=256,
@@ -138,10 +139,9 @@ def test_split_tiles_of_a_pool(v_first: bool, dtype: torch.dtype, other_backend:
     for seed in range(CALLS_TO_A_REPLAY + 2):
         call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, other_backend, seed)
         assert work_of(call).carries > 0
-        want_o, want_pool = gathered_and_scattered(fd.chunk_kda, call)
-        o, _ = fd.chunk_kda(**call)
-        assert same_bits(o, want_o)
-        assert same_bits(memory_of(call["state_pool"]), memory_of(want_pool))
+        want = gathered_and_scattered(fd.chunk_kda, call)
+        assert same_bits(fd.chunk_kda(**call)[0], want["o"])
+        assert same_bits(memory_of(call["state_pool"]), memory_of(want["state_pool"]))
 
 
 def test_a_graph_splits_anew_at_every_replay(other_backend: str):

@@ -10,10 +10,11 @@ import torch
 
 import flashdelta as fd
 
-from ..support.buffers import BY_NAME, BufferCase, buffer_call, buffer_id, buffer_truth, by_pieces, hold_buffers
 from ..support.cases import FP32
 from ..support.decoding import memory_of
-from ..support.oracle import TOLERANCE, as_recurrent, assert_close, covered_tokens, same_bits, state_tolerance
+from ..support.oracle import as_recurrent, same_bits
+from ..support.pools import BUFFERS_BY_NAME as BY_NAME
+from ..support.pools import PoolCase, by_pieces, hold_pool, pool_call, pool_id
 
 SIZES: dict[str, dict] = {
     "every_64_chunk32": {"T": 100, "K": 32, "V": 32},
@@ -31,10 +32,10 @@ SIZES: dict[str, dict] = {
 """As few chunks as show the thing."""
 
 
-def small(name: str) -> BufferCase:
+def small(name: str) -> PoolCase:
     two = {"marks": ((48, 64), (0, 16)), "mark_rows": ((3, 4), (0, 5))} if name == "offsets_batch" else {}
-    buffer_case = replace(BY_NAME[name], **two)
-    return replace(buffer_case, case=replace(buffer_case.case, **{"HV": 1} | SIZES.get(name, {})))
+    pool_case = replace(BY_NAME[name], **two)
+    return replace(pool_case, case=replace(pool_case.case, **{"HV": 1} | SIZES.get(name, {})))
 
 
 SMALL = [small(name) for name in SIZES]
@@ -44,33 +45,28 @@ SPLIT = [
 ]
 
 
-def check(buffer_case: BufferCase) -> None:
-    call = buffer_call(buffer_case) | {"backend": "triton"}
-    pieces = None if buffer_case.split else by_pieces(fd.chunk_kda, call)
-    hold_buffers(call, TOLERANCE[FP32], lambda dtype: 2 * state_tolerance(FP32, dtype), pieces)
+def check(pool_case: PoolCase) -> None:
+    call = pool_call(pool_case) | {"backend": "triton"}
+    hold_pool(fd.chunk_kda, call, [] if pool_case.split else [by_pieces])
 
 
-@pytest.mark.parametrize("buffer_case", SMALL + SPLIT, ids=buffer_id)
-def test_chunk(buffer_case: BufferCase):
-    check(buffer_case)
+@pytest.mark.parametrize("pool_case", SMALL + SPLIT, ids=pool_id)
+def test_chunk(pool_case: PoolCase):
+    check(pool_case)
 
 
 @pytest.mark.parametrize("name", ["only_final", "only_final_bf16"])
 def test_recurrent_writes_a_final_state(name: str):
-    buffer_case = BY_NAME[name]
-    lengths = buffer_case.case.lengths and (7, 0, 3)
-    call = as_recurrent(buffer_call(replace(buffer_case, case=replace(buffer_case.case, T=5, lengths=lengths))))
-    call["backend"], final = "triton", call["final_state"].fill_(torch.nan)
-    want = buffer_truth(call)
-    o, found = fd.fused_recurrent_kda(**call)
-    assert found is final
-    assert_close("o", o[:, covered_tokens(call)], want.o[:, covered_tokens(call)], TOLERANCE[FP32])
-    assert_close("final_state", final, want.final, 2 * state_tolerance(FP32, final.dtype))
+    pool_case = BY_NAME[name]
+    lengths = pool_case.case.lengths and (7, 0, 3)
+    call = as_recurrent(pool_call(replace(pool_case, case=replace(pool_case.case, T=5, lengths=lengths))))
+    call["final_state"].fill_(torch.nan)
+    hold_pool(fd.fused_recurrent_kda, call | {"backend": "triton"})
 
 
 def test_bad_offsets_touch_nothing_outside():
     """Offsets of sequences that fall and leave the tensors; the buffer lies amid numbers that must stay."""
-    call = buffer_call(replace(small("every_packed"), rows=3)) | {"backend": "triton"}
+    call = pool_call(replace(small("every_packed"), rows=3)) | {"backend": "triton"}
     del call["final_state"]
     call["cu_seqlens"] = torch.tensor([0, 2**40, -(2**40), 2**62])
     buffer = call["checkpoint_states"]

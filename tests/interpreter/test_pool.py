@@ -14,16 +14,15 @@ import flashdelta as fd
 from flashdelta.triton.device.sequences import find_chunk
 
 from ..support.cases import FP32
-from ..support.oracle import TOLERANCE, state_tolerance
+from ..support.decoding import memory_of
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
     PoolCase,
     as_recurrent_pool,
+    by_pieces,
     hold_pool,
-    memory_of,
-    piece_by_piece,
     pool_call,
     pool_id,
 )
@@ -63,7 +62,7 @@ BY_TOKEN = [
 def check(op, pool_case: PoolCase, dtype: torch.dtype) -> None:
     call = pool_call(pool_case, dtype) | {"backend": "triton"}
     call = call if op is fd.chunk_kda else as_recurrent_pool(call)
-    hold_pool(op, call, TOLERANCE[dtype], state_tolerance(dtype, call["state_pool"].dtype), [piece_by_piece])
+    hold_pool(op, call, [by_pieces])
 
 
 @pytest.mark.parametrize("pool_case", PLAIN + CHECKPOINTS, ids=pool_id)
@@ -127,7 +126,7 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
     """The pool and `out` lie amid numbers that must stay."""
     N = len(values) - 1
     pool_case = replace(
-        PLAIN_POOLS[0], indices=(5, 2**40, -(2**62))[:N], marks=(16, 2**50, 48)[:N], mark_slots=(2**40, 1, 2)[:N], gap=8
+        PLAIN_POOLS[0], indices=(5, 2**40, -(2**62))[:N], marks=(16, 2**50, 48)[:N], mark_rows=(2**40, 1, 2)[:N], gap=8
     )
     case = pool_case.case
     sequences = replace(pool_case, case=replace(case, lengths=(case.T, *(0,) * (N - 1)), HV=1))
