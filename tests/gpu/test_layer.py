@@ -17,15 +17,12 @@ from ..support.layer import (
     CONVOLUTION_BY_NAME,
     CONVOLUTION_CASES,
     NORM_CASES,
-    TOLERANCE,
     ConvolutionCase,
     NormCase,
-    check_convolution,
-    check_gradients,
-    check_norm,
     make_convolution,
     make_norm,
 )
+from ..support.layer_checks import TOLERANCE, check_convolution, check_gradients, check_norm
 from .calls import CALLS_TO_A_REPLAY, captured
 
 pytestmark = pytest.mark.gpu

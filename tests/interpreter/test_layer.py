@@ -19,12 +19,10 @@ from ..support.layer import (
     NORM_CASES,
     ConvolutionCase,
     NormCase,
-    check_convolution,
-    check_gradients,
-    check_norm,
     make_convolution,
     make_norm,
 )
+from ..support.layer_checks import check_convolution, check_gradients, check_norm
 from ..support.oracle import same_bits
 
 norm = partial(fd.gated_rms_norm, backend="triton")

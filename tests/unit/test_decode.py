@@ -22,7 +22,7 @@ from ..support.decoding_checks import (
     commit_call,
 )
 from ..support.held import run_held
-from ..support.inputs import HARD, Source
+from ..support.inputs import HARD
 from ..support.oracle import assert_close, same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -101,7 +101,7 @@ def test_a_constant_decay_is_the_gated_delta_rule():
 def test_hard_inputs_are_finite_and_right(hard: str):
     step = replace(BY_NAME["T17"], gate="lower_bound" if hard == "pinned" else "none", beta="value", state=FP64)
     call = make_step(step, FP64)
-    HARD[hard]({name: call[name] for name in ("q", "k", "v", "g", "beta")}, Source(FP64, "cpu", 0))
+    HARD[hard]({name: call[name] for name in ("q", "k", "v", "g", "beta")})
     o, _ = run_held(fd.recurrent_kda, call, 1e-11)
     assert o.isfinite().all()
 

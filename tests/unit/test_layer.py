@@ -27,22 +27,17 @@ from ..support.layer import (
     NORM_CASES,
     ConvolutionCase,
     NormCase,
-    check_convolution,
-    check_norm,
     gradients,
     leaves_of,
     make_convolution,
     make_norm,
 )
+from ..support.layer_checks import check_convolution, check_norm
 from ..support.oracle import same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-
-
-def states_after(call: dict, final: Tensor | None) -> Tensor:
-    return call["state_pool"] if final is None else final
 
 
 # ---- the reference ----------------------------------------------------------------------------------------------------------
