@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TypeVar
@@ -87,6 +87,15 @@ def check_late(prepare: Callable[[torch.Tensor], Callable[[], list]], wanted: to
         run = prepare(given)
         write_late[(1,)](indices, late, 64, 2000, num_warps=1, launch_pdl=True)
         assert all(same_bits(x, y) for x, y in zip(run(), want, strict=True))
+
+
+def in_turn(cases: Sequence, *values: object, always: Sequence = ()) -> list[tuple]:
+    """Pairs of a case and a value: every case with those that are `always`, and with one of the others in turn."""
+    return [(case, value) for i, case in enumerate(cases) for value in (*always, values[i % len(values)])]
+
+
+def case_and_dtype(x: object) -> str:
+    return getattr(x, "name", str(x))
 
 
 def on_gpu(case: Case) -> Case:

@@ -17,13 +17,13 @@ import flashdelta as fd
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.tools.export.bindings import FlashdeltaError, Library, PrefillArgs
 
-from ..support.cases import BF16, Case, case_id
+from ..support.cases import BF16, Case
 from ..support.exports import ROOT
 from ..support.oracle import TOLERANCE, assert_close, relative_error, same_bits
 from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from ..support.shared import folder_of_run
 from .c_library import GIVEN, c_decode, c_prefill, can_build, library_for_this_gpu
-from .calls import assert_same_bits, captured
+from .calls import assert_same_bits, captured, case_and_dtype, in_turn
 from .test_hazards import assert_memcheck_finds_nothing
 from .test_prefill import check_every_length, tokens_of
 
@@ -53,8 +53,7 @@ def library(library_path: Path) -> Library:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("size", SIZES, ids=size_id)
-@pytest.mark.parametrize("case", [case for case in CASES if case.T > 0], ids=case_id)
+@pytest.mark.parametrize(("case", "size"), in_turn([x for x in CASES if x.T > 0], *SIZES), ids=case_and_dtype)
 def test_f32(library: Library, case: Case, size: tuple[int, int, int], precision: str):
     case = sized(case, size)
     call = prefill_call(case, "cuda")

@@ -173,7 +173,7 @@ def test_many_rounds_of_replay_are_steps_one_by_one(options: dict, backend: str)
     check_rounds(200, backend, "cuda", dtype=BF16, **options)
 
 
-@pytest.mark.parametrize(("K", "dtype"), [(64, FP32), (64, BF16), (128, BF16)], ids=str)
+@pytest.mark.parametrize(("K", "dtype"), [(64, FP32), (128, BF16)], ids=str)
 @pytest.mark.parametrize("name", RECORD_CHECKS)
 def test_records(name: str, K: int, dtype: torch.dtype, backend: str):
     RECORD_CHECKS[name](backend=backend, device="cuda", K=K, dtype=dtype)

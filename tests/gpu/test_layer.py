@@ -23,11 +23,9 @@ from ..support.layer import (
     make_norm,
 )
 from ..support.layer_checks import TOLERANCE, check_convolution, check_gradients, check_norm
-from .calls import CALLS_TO_A_REPLAY, captured
+from .calls import CALLS_TO_A_REPLAY, captured, case_and_dtype, in_turn
 
 pytestmark = pytest.mark.gpu
-
-every_dtype = pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 
 NORMS = [*NORM_CASES, NormCase("model", "a layer's heads", shape=(2, 700, 32, 128), sliced=True)]
 MODEL = ConvolutionCase("model", "a layer's q, k and v", lengths=(1, 63, 0, 300, 65), D=1536, state=0, padding=9)
@@ -51,28 +49,24 @@ IN_GRADIENTS = [
 ]
 
 
-@every_dtype
-@pytest.mark.parametrize("case", NORMS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(NORMS, FP32, FP16, always=[BF16]), ids=case_and_dtype)
 def test_norm(case: NormCase, dtype: torch.dtype):
     check_norm(case, dtype, device="cuda")
 
 
-@every_dtype
-@pytest.mark.parametrize("case", NORMS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(NORMS, FP32, FP16, always=[BF16]), ids=case_and_dtype)
 def test_gradients_of_the_norm(case: NormCase, dtype: torch.dtype):
     check_gradients(fd.gated_rms_norm, make_norm(case, dtype, "cuda"), repeats=CALLS_TO_A_REPLAY)
 
 
-@every_dtype
-@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CONVOLUTIONS, FP32, FP16, always=[BF16]), ids=case_and_dtype)
 def test_convolution(case: ConvolutionCase, dtype: torch.dtype):
     """The first call and replays, each from the states that the case has."""
     for _ in range(CALLS_TO_A_REPLAY + 1):
         check_convolution(case, dtype, device="cuda")
 
 
-@every_dtype
-@pytest.mark.parametrize("case", IN_GRADIENTS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(IN_GRADIENTS, FP32, FP16, always=[BF16]), ids=case_and_dtype)
 def test_gradients_of_the_convolution(case: ConvolutionCase, dtype: torch.dtype):
     check_gradients(fd.short_convolution, make_convolution(case, dtype, "cuda"), repeats=CALLS_TO_A_REPLAY)
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as road
 from flashdelta.triton.build import build
 
 from ..support.cases import FP32, Case, case_id
 from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
-from .calls import assert_same_bits
+from .calls import assert_same_bits, case_and_dtype, in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -40,11 +39,15 @@ def check(case: Case, precision: str) -> None:
     hold(case, results, want)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_cases(case: Case, size: tuple[int, int, int], precision: str):
-    check(sized(case, size), precision)
+def test_cases(case: Case, size: tuple[int, int, int]):
+    check(sized(case, size), "tf32x3")
+
+
+@pytest.mark.parametrize(("case", "size"), in_turn(CASES, *SIZES), ids=case_and_dtype)
+def test_cases_in_true_float32(case: Case, size: tuple[int, int, int]):
+    check(sized(case, size), "ieee")
 
 
 @pytest.mark.usefixtures("much_memory")
