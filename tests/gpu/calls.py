@@ -272,6 +272,27 @@ def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
     return graph, results
 
 
+def hold_replay(
+    run: Callable[[], torch.Tensor],
+    written: list[torch.Tensor],
+    change: Callable[[], None],
+    covered: slice = slice(None),
+) -> None:
+    """A graph has the bits of a plain call, in what is returned and `written`, when its tensors have changed in place.
+    `covered`: what counts of the second dimension of what is returned."""
+    graph, o = captured(run)
+    change()
+    before = [x.clone(memory_format=torch.preserve_format) for x in written]
+    graph.replay()
+    found = [x.clone() for x in (o, *written)]
+    for x, kept in zip(written, before):
+        x.copy_(kept)
+    want = run()
+    assert same_bits(found[0][:, covered], want[:, covered])
+    assert all(same_bits(x, y) for x, y in zip(found[1:], written))
+    assert not same_bits(before[0], written[0]) or not same_bits(before[-1], written[-1])
+
+
 def requested_bytes(run: Callable[[], tuple]) -> tuple[tuple, int, int]:
     """What a call returns, and how much more memory is asked for after it and at its peak than before."""
 

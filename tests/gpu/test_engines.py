@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,7 @@ from ..support.engine_kernels import ENVIRONMENT, STEP, own_functions
 from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_sequence, exact_steps
 from ..support.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 from ..support.serving import serve, serve_steps
-from .calls import captured, nothing_compiles
+from .calls import hold_replay, nothing_compiles
 
 pytestmark = pytest.mark.gpu
 
@@ -56,21 +55,6 @@ def test_rounds_of_whole_steps(drafts: int, by_channel: bool):
 def test_rounds_with_states_in_bfloat16(name: str, heads: int):
     """Rounded at every step."""
     assert serve(LAYERS[name], Model(heads, 128, state=BF16), 0, 0.05, 50).finished
-
-
-def hold_replay(run: Callable[[], Tensor], written: list[Tensor], change: Callable[[], None], covered: slice) -> None:
-    """A graph has the bits of a plain call, in what is returned and `written`, when its tensors have changed in place."""
-    graph, o = captured(run)
-    change()
-    before = [x.clone(memory_format=torch.preserve_format) for x in written]
-    graph.replay()
-    found = [x.clone() for x in (o, *written)]
-    for x, kept in zip(written, before):
-        x.copy_(kept)
-    want = run()
-    assert same_bits(found[0][:, covered], want[:, covered])
-    assert all(same_bits(x, y) for x, y in zip(found[1:], written))
-    assert not same_bits(before[0], written[0]) or not same_bits(before[-1], written[-1])
 
 
 @every_layer

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.runtime.torch_ops import POOL
 
 from .cases import BF16, BOUNDED, FP32, Case
 from .decoding import INT32, amid, memory_of
@@ -206,8 +205,9 @@ def call_for(op, pool_case: PoolCase, dtype: torch.dtype = FP32) -> dict:
 
 def plain_call(call: dict) -> dict:
     """The call without tensors for states; it returns them."""
-    left_out = (*POOL, "null_index", "final_state", "checkpoint_every")
-    return {name: x for name, x in call.items() if name not in left_out} | {"output_final_state": True}
+    left_out = ("state_pool", "state_indices", "has_initial_state", "null_index", "final_state")
+    kept = {name: x for name, x in call.items() if name not in left_out and not name.startswith("checkpoint")}
+    return kept | {"output_final_state": True}
 
 
 def slot_named(call: dict, index: int) -> int | None:
