@@ -25,7 +25,7 @@ from ..support.shared import folder_of_run
 from .c_library import GIVEN, c_decode, c_prefill, can_build, library_for_this_gpu
 from .calls import assert_same_bits, captured, case_and_dtype, in_turn
 from .test_hazards import assert_memcheck_finds_nothing
-from .test_prefill import check_every_length, tokens_of
+from .test_prefill import tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -61,11 +61,6 @@ def test_f32(library: Library, case: Case, size: tuple[int, int, int], precision
     hold(case, tuple(found.values()), truth(call))
     for got, want in zip(found.values(), fd.kda_prefill(**call, precision=precision)):
         assert relative_error(got, want) < 1e-6
-
-
-@pytest.mark.parametrize("size", SIZES, ids=size_id)
-def test_every_length(library: Library, size: tuple[int, int, int]):
-    check_every_length(size, lambda call: tuple(c_prefill(library, call).values()))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=size_id)

@@ -3,7 +3,6 @@ calls that repeat."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -66,23 +65,19 @@ def tokens_of(call: dict, tokens: slice) -> dict:
     return call | {name: call[name][:, :, tokens].contiguous() for name in INPUTS}
 
 
-def check_every_length(size: tuple[int, int, int], run: Callable[[dict], tuple]) -> None:
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+def test_every_length(size: tuple[int, int, int]):
     """Outputs of a token do not depend on later ones: one truth serves all."""
     call = prefill_call(sized(replace(PLAIN, T=LONGEST), size), "cuda")
     o, w, u = truth(call)
     for T in range(1, LONGEST + 1):
         with poisoned_memory():
-            found = run(tokens_of(call, slice(T)))
+            found = fd.kda_prefill(**tokens_of(call, slice(T)))
         assert_close(f"o, T = {T}", found[0], o[:, :, :T], TOLERANCE[FP32])
         for name, got, want in zip("wu", found[1:], (w, u)):
             rows = got.flatten(2, 3)
             assert_close(f"{name}, T = {T}", rows[:, :, :T], want.flatten(2, 3)[:, :, :T], TOLERANCE[FP32])
             assert rows.shape[2] == -(-T // size[2]) * size[2] and rows[:, :, T:].eq(0).all()
-
-
-@pytest.mark.parametrize("size", SIZES, ids=size_id)
-def test_every_length(size: tuple[int, int, int]):
-    check_every_length(size, lambda call: fd.kda_prefill(**call))
 
 
 @pytest.mark.parametrize("arch", [80, 89, 120])

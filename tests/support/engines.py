@@ -85,13 +85,8 @@ class Batch:
         return {"q": self.q, "k": self.k, "v": self.v}
 
 
-def exact_outputs(model: Model, rows: Tensor) -> Tensor:
-    """`[T, H, D]` of one new sequence, in float64."""
-    return exact_sequence(model, rows)[0]
-
-
 def exact_sequence(model: Model, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and the final state `[H, V, K]`."""
+    """`o [T, H, D]` of one new sequence, and the final state `[H, V, K]`, in float64."""
     batch = Batch(model, rows, [len(rows)])
     tensors = float64({**batch.qkv, "g": batch.g, "beta": batch.beta, "A_log": model.A_log, "dt_bias": model.dt_bias})
     options: dict[str, Any] = {"lower_bound": model.lower_bound, "backend": "reference", "split": False}
@@ -222,6 +217,13 @@ class KimiLinear:
     @property
     def gate(self) -> dict[str, Any]:
         return {"A_log": self.model.A_log, "dt_bias": self.model.dt_bias, "lower_bound": self.model.lower_bound}
+
+    def start(self, pool: Tensor, slot: int) -> None:
+        """Makes the slot that of a new sequence, where flags do not tell."""
+        pool[slot] = 0
+
+    def exact(self, rows: Tensor) -> Tensor:
+        return exact_sequence(self.model, rows)[0]
 
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
         o, last = self.call.chunk_kda_with_fused_gate(
@@ -493,7 +495,7 @@ class K3Step:
         mixed = torch.nn.functional.silu(
             torch.nn.functional.conv1d(x, self.filters.double()[:, None], groups=self.channels)
         )
-        o = exact_outputs(self.model, torch.cat((mixed.mT, rows[:, self.channels :].double()), dim=1))
+        o, _ = exact_sequence(self.model, torch.cat((mixed.mT, rows[:, self.channels :].double()), dim=1))
         scale = (o.square().mean(-1, keepdim=True) + EPS).rsqrt()
         return o * scale * self.norm.double() * z.double().sigmoid()
 
