@@ -4,6 +4,7 @@ layouts, adversarial inputs, long calls; and what must hold to the bit."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 
@@ -17,16 +18,16 @@ from ..support.inputs import TOKEN_TENSORS, narrow, sequence_calls
 from ..support.oracle import chunked_truth, poisoned_memory, same_bits, tolerance_of, truth
 from ..support.readouts import OPERATORS, check_layer, check_readout
 from .calls import (
+    BOTH,
     CALLS_TO_A_REPLAY,
     KIMI,
+    MODELS,
     UNBOUNDED,
     assert_same_bits,
-    case_and_dtype,
     check,
     gpu_call,
     hold,
     hold_each,
-    in_turn,
     joined,
     lengths_between,
     of_sequence,
@@ -44,68 +45,99 @@ SOME = named(
 # Heads, lengths and packing are run-time values: these compile nothing new.
 RATIOS = [(1, 1), (2, 2), (4, 4), (2, 4), (3, 6), (2, 8), (1, 8), (12, 12)]
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 131, 257, 1021)
+LEFT_OVER = [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128,) * 4]
+"""As many tokens whatever the lengths, as in a CUDA graph."""
+
+CHUNKS_OF_H = [(200,), (1,) * 300, (100, 0, 300), (64,) * 20]
+"""Where the chunks of a sequence start in `h` depends on all sequences before it; 300 are more than one block."""
+
+LAYOUTS = {
+    "fused": {"layout": "fused", "H": 8, "HV": 8},  # rows a multiple of 16 bytes long, as a model's are
+    "fused, grouped heads": {"layout": "fused", "H": 4, "HV": 8},
+    "fused, odd rows": {"layout": "fused", "H": 3, "HV": 3},
+    "one element off": {"layout": "odd_offset"},
+    "padded rows": {"layout": "padded"},
+    "padded rows, fp32 gate": {"layout": "padded", "wide_gate": True},
+    "head first": {"layout": "head_first"},
+    "head first, fp32 gate": {"layout": "head_first", "wide_gate": True},
+    "one head for all": {"layout": "expanded"},
+    "tokens innermost": {"layout": "tokens_innermost"},
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_bf16(case: Case, op, backend: str):
-    check(op, on_gpu(case), BF16, backend)
+BETWEEN = {"lengths": (65, 0, 3, 130), "unused": 2, "state": FP32, "v_first": True}
+EXACT = replace(UNBOUNDED, name="exact", gate="none", beta="value")
+BOTH_PATHS = [
+    *(replace(KIMI, name=f"bounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated",
+        "raw_1000")),
+    *(replace(UNBOUNDED, name=f"unbounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated")),
+    *(replace(EXACT, name=f"{name}, {hard}", safe=safe, hard=hard, T=130) for name, safe in (("promised", True),
+        ("any decay", False)) for hard in ("g0", "g-5", "beta_to_2", "beta_zero")),
+    replace(KIMI, name="double logits", beta="double_logit", hard="beta_saturated", T=130),
+    replace(KIMI, name="no L2 norm", l2norm=False, hard="pinned", T=130),
+    Case("half bound", "", gate="lower_bound", lower_bound=-0.5, hard="pinned", K=128, V=128, T=130),
+    Case("no parameters", "", has_A_log=False, has_dt_bias=False, hard="pinned", K=128, V=128, **BOUNDED),
+]  # fmt: skip
+LONG_AND_HARD = [
+    replace(model, name=f"{model.name}, {hard}", hard=hard, T=4096, H=2, HV=2)
+    for model, kinds in {
+        KIMI: ("pinned", "key_norms"),
+        UNBOUNDED: ("key_norms", "raw_1000"),
+        EXACT: ("g_alternating", "g_mixed", "g-50", "forget_channels"),
+    }.items()
+    for hard in kinds
+]
 
 
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-@pytest.mark.parametrize("case", SOME + HARD_CASES, ids=case_id)
-def test_other_dtypes(case: Case, dtype: torch.dtype, backend: str):
-    check(fd.chunk_kda, on_gpu(case), dtype, backend)
+def each(
+    what: str,
+    models: Iterable[Case],
+    changes: Iterable[dict] = ({},),
+    ops: Iterable[Callable] = (fd.chunk_kda,),
+    dtypes: Iterable[torch.dtype] = (BF16,),
+) -> list:
+    """Each of the models with each of the changes, as parameters of a test."""
+    changed = [replace(model, **change) for model in models for change in changes]
+    rows = [(n, *row) for n, row in enumerate(itertools.product(changed, ops, dtypes))]
+    return [pytest.param(*row, id=f"{what} {n}: {row[0].name}, {row[1].__name__}, {row[2]}") for n, *row in rows]
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(SOME + HARD_CASES, FP32, FP16), ids=case_and_dtype)
-def test_other_dtypes_token_by_token(case: Case, dtype: torch.dtype, backend: str):
-    check(fd.fused_recurrent_kda, on_gpu(case), dtype, backend)
+TOKENS, HALF_OR_FULL = (fd.fused_recurrent_kda,), (FP16, FP32)
+HEAD_DIMS = [{"K": K, "V": V} for K, V in itertools.product((32, 64, 128, 256), repeat=2)]
+OTHER_DIMS = [
+    {"K": K, "V": V, "H": 2, "HV": 4, "lengths": (100, 0, 1, 64, 150)} for K, V in ((128, 64), (64, 128), (64, 64))
+]
+STATES = [{"state": FP32}, {"state": BF16, "v_first": True}]
+PACKED_LENGTHS = {"lengths": (0, *LENGTHS, 0, 0, *reversed(LENGTHS), 0), "state": FP32, "v_first": True}
+CALLS = [
+    *each("table", map(on_gpu, CASES), ops=BOTH),
+    *each("other dtypes", map(on_gpu, SOME + HARD_CASES), dtypes=HALF_OR_FULL),
+    *each("tokens", map(on_gpu, (SOME + HARD_CASES)[::2]), ops=TOKENS, dtypes=[FP32]),
+    *each("tokens", map(on_gpu, (SOME + HARD_CASES)[1::2]), ops=TOKENS, dtypes=[FP16]),
+    *each("head dims", [replace(BY_NAME["state"], T=130)], HEAD_DIMS),
+    *each("head dims, tokens", [replace(BY_NAME["state"], T=20)], HEAD_DIMS, TOKENS),
+    *each(
+        "head dims, dtypes",
+        [replace(BY_NAME["decay"], T=130)],
+        (HEAD_DIMS[i] for i in (15, 7, 12)),
+        dtypes=HALF_OR_FULL,
+    ),
+    *each("heads", MODELS, [{"H": H, "HV": HV} for H, HV in RATIOS]),
+    *each("heads, tokens", MODELS, [{"H": H, "HV": HV, "T": 20} for H, HV in RATIOS], TOKENS),
+    *each("lengths", MODELS, [{"T": T, "B": 2} for T in LENGTHS]),
+    *each("packed lengths", MODELS, [PACKED_LENGTHS], dtypes=(BF16, FP16, FP32)),
+    *each("left over", MODELS, [BETWEEN | {"lengths": n, "unused": 512 - sum(n)} for n in LEFT_OVER], BOTH),
+    *each("h", [replace(KIMI, state=FP32, h=True)], [{"lengths": lengths} for lengths in CHUNKS_OF_H]),
+    *each("layout", MODELS, [{"B": 2, "T": 130} | layout for layout in LAYOUTS.values()]),
+    *each("layout, packed", [replace(KIMI, **BETWEEN)], LAYOUTS.values()),
+    *each("other head dims", MODELS, [dims | states for dims in OTHER_DIMS for states in STATES]),
+    *each("both paths", BOTH_PATHS + LONG_AND_HARD),
+]
 
 
-@pytest.mark.parametrize("V", [32, 64, 128, 256])
-@pytest.mark.parametrize("K", [32, 64, 128, 256])
-def test_head_dims(K: int, V: int, backend: str):
-    case = replace(BY_NAME["state"], K=K, V=V, T=130)
-    check(fd.chunk_kda, case, BF16, backend)
-    check(fd.fused_recurrent_kda, replace(case, T=20), BF16, backend)
-
-
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-@pytest.mark.parametrize(("K", "V"), [(256, 256), (64, 256), (256, 32)])
-def test_head_dims_other_dtypes(K: int, V: int, dtype: torch.dtype, backend: str):
-    check(fd.chunk_kda, replace(BY_NAME["decay"], K=K, V=V, T=130), dtype, backend)
-
-
-@pytest.mark.parametrize(("H", "HV"), RATIOS)
-def test_head_ratios(H: int, HV: int, model: Case, backend: str):
-    check(fd.chunk_kda, replace(model, H=H, HV=HV), BF16, backend)
-    check(fd.fused_recurrent_kda, replace(model, H=H, HV=HV, T=20), BF16, backend)
-
-
-@pytest.mark.parametrize("T", LENGTHS)
-def test_lengths(T: int, model: Case, backend: str):
-    check(fd.chunk_kda, replace(model, T=T, B=2), BF16, backend)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_packed_lengths(dtype: torch.dtype, model: Case, backend: str):
-    lengths = (0, *LENGTHS, 0, 0, *reversed(LENGTHS), 0)
-    check(fd.chunk_kda, replace(model, lengths=lengths, state=FP32, v_first=True), dtype, backend)
-
-
-@pytest.mark.parametrize("lengths", [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128,) * 4], ids=str)
-def test_tokens_left_over(lengths: tuple[int, ...], model: Case, op, backend: str):
-    """As many tokens whatever the lengths, as in a CUDA graph."""
-    case = replace(model, lengths=lengths, unused=512 - sum(lengths), state=FP32, v_first=True)
-    check(op, case, BF16, backend)
-
-
-@pytest.mark.parametrize(
-    "lengths", [(200,), (1,) * 300, (100, 0, 300), (64,) * 20], ids=["one", "300 of 1", "empty between", "20 chunks"]
-)
-def test_packed_h(lengths: tuple[int, ...], backend: str):
-    """Where the chunks of a sequence start in `h` depends on all sequences before it; 300 are more than one block."""
-    check(fd.chunk_kda, replace(KIMI, lengths=lengths, state=FP32, h=True), BF16, backend)
+@pytest.mark.parametrize(("case", "function", "dtype"), CALLS)
+def test_results_are_the_reference(case: Case, function: Callable, dtype: torch.dtype, backend: str):
+    check(function, case, dtype, backend)
 
 
 # ---- NaN, and what else must not reach a neighbour ------------------------------------------------------------------
@@ -256,39 +288,6 @@ def test_asking_for_a_state_changes_nothing_else(backend: str):
 
 # ---- where inputs and `out` lie: slices of wider rows, addresses off a 16-byte boundary ---------------------------
 
-LAYOUTS = {
-    "fused": {"layout": "fused", "H": 8, "HV": 8},  # rows a multiple of 16 bytes long, as a model's are
-    "fused, grouped heads": {"layout": "fused", "H": 4, "HV": 8},
-    "fused, odd rows": {"layout": "fused", "H": 3, "HV": 3},
-    "one element off": {"layout": "odd_offset"},
-    "padded rows": {"layout": "padded"},
-    "padded rows, fp32 gate": {"layout": "padded", "wide_gate": True},
-    "head first": {"layout": "head_first"},
-    "head first, fp32 gate": {"layout": "head_first", "wide_gate": True},
-    "one head for all": {"layout": "expanded"},
-    "tokens innermost": {"layout": "tokens_innermost"},
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_inputs_of_fixed_length(layout: str, model: Case, backend: str):
-    check(fd.chunk_kda, replace(model, B=2, T=130, **LAYOUTS[layout]), BF16, backend)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_inputs(layout: str, backend: str):
-    case = replace(KIMI, lengths=(65, 0, 3, 130), unused=2, state=FP32, v_first=True, **LAYOUTS[layout])
-    check(fd.chunk_kda, case, BF16, backend)
-
-
-@pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64)])
-def test_other_head_dims(K: int, V: int, model: Case, backend: str):
-    """`test_head_dims` has all head dimensions; here with both kinds of gate, grouped heads, and packed states."""
-    case = replace(model, K=K, V=V, H=2, HV=4, lengths=(100, 0, 1, 64, 150), state=FP32)
-    check(fd.chunk_kda, case, BF16, backend)
-    check(fd.chunk_kda, replace(case, state=BF16, v_first=True), BF16, backend)
-
-
 OUTS = {
     "wider rows": (64, 0),
     "wider rows, one element off": (64, 1),
@@ -324,28 +323,6 @@ def test_out(layout: str, lengths: tuple[int, ...] | None, backend: str):
 
 # ---- adversarial inputs at the models' head dimensions ------------------------------------------------------------
 
-EXACT = replace(UNBOUNDED, name="exact", gate="none", beta="value")
-BOTH_PATHS = [
-    *(replace(KIMI, name=f"bounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated",
-        "raw_1000")),
-    *(replace(UNBOUNDED, name=f"unbounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated")),
-    *(replace(EXACT, name=f"{name}, {hard}", safe=safe, hard=hard, T=130) for name, safe in (("promised", True),
-        ("any decay", False)) for hard in ("g0", "g-5", "beta_to_2", "beta_zero")),
-    replace(KIMI, name="double logits", beta="double_logit", hard="beta_saturated", T=130),
-    replace(KIMI, name="no L2 norm", l2norm=False, hard="pinned", T=130),
-    Case("half bound", "", gate="lower_bound", lower_bound=-0.5, hard="pinned", K=128, V=128, T=130),
-    Case("no parameters", "", has_A_log=False, has_dt_bias=False, hard="pinned", K=128, V=128, **BOUNDED),
-]  # fmt: skip
-LONG_AND_HARD = [
-    replace(model, name=f"{model.name}, {hard}", hard=hard, T=4096, H=2, HV=2)
-    for model, kinds in {
-        KIMI: ("pinned", "key_norms"),
-        UNBOUNDED: ("key_norms", "raw_1000"),
-        EXACT: ("g_alternating", "g_mixed", "g-50", "forget_channels"),
-    }.items()
-    for hard in kinds
-]
-
 
 @pytest.mark.parametrize("case", HARD_CASES, ids=case_id)
 def test_packed_with_states(case: Case, backend: str):
@@ -353,12 +330,6 @@ def test_packed_with_states(case: Case, backend: str):
     case = replace(case, K=128, V=128, lengths=lengths, state=FP32, v_first=True)
     call = gpu_call(fd.chunk_kda, case, BF16, backend)
     hold(call, fd.chunk_kda(**call), chunked_truth(call), slack_of(case, call))
-
-
-@pytest.mark.parametrize("case", BOTH_PATHS + LONG_AND_HARD, ids=case_id)
-def test_both_paths(case: Case, backend: str):
-    """Of the diagonal blocks, also for thousands of tokens."""
-    check(fd.chunk_kda, case, BF16, backend)
 
 
 # ---- 64K tokens, and tensors of more than 2^31 elements -----------------------------------------------------------
