@@ -73,7 +73,8 @@ def test_bf16_then_decode(library: Library, size: tuple[int, int, int], gate: st
         call[name] = call[name].bfloat16().float()
     prompt = tokens_of(call, slice(-1))
     K, V, _ = size
-    pool = torch.full((5, 2, V, K), torch.nan, device="cuda")
+    # slots lie further apart than they must
+    pool = torch.full((5, 2 * V * K + 48), torch.nan, device="cuda")[:, : 2 * V * K].view(5, 2, V, K)
     state = torch.full((2, 2, V, K), torch.nan, device="cuda")
     found = c_prefill(library, prompt, "bf16", final_state=state)
     exact = {name: call[name].transpose(1, 2).double() for name in INPUTS}
@@ -105,32 +106,6 @@ def test_carried_states_make_one_sequence_of_two(library: Library, kind: str):
     second = c_prefill(library, halves[1], kind, initial_state=state.clone(), final_state=state)["o"]
     assert same_bits(torch.cat([first, second], dim=2), whole)
     assert same_bits(state, whole_state)
-
-
-@pytest.mark.parametrize("gap", [0, 48])
-def test_decode_gives_the_python_functions_results(library: Library, gap: int):
-    N, H, K = 37, 5, 128
-    torch.manual_seed(0)
-    content = H * K * K
-    memory = torch.randn(50 * (content + gap), device="cuda")
-    pool = memory.as_strided((50, H, K, K), (content + gap, K * K, K, 1))
-    q, k, v = (torch.nn.functional.normalize(torch.randn(N, H, K, device="cuda"), dim=-1).to(BF16) for _ in range(3))
-    g, beta = -torch.rand(N, H, K, device="cuda"), torch.rand(N, H, device="cuda")
-    indices = torch.randperm(50, device="cuda")[:N].int()
-    indices[5] = -1
-    other = memory.clone()
-    other_pool = other.as_strided(pool.shape, pool.stride())
-    want, _ = fd.recurrent_kda(
-        *(x[:, None] for x in (q, k, v, g, beta)),
-        initial_state=other_pool,
-        ssm_state_indices=indices,
-        use_qk_l2norm_in_kernel=False,
-        state_v_first=True,
-        backend="triton",
-    )
-    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "states": pool, "state_indices": indices}
-    assert_close("o", c_decode(library, tensors), want[:, 0], 1e-3)
-    assert_close("memory", memory[None], other[None], 1e-6)
 
 
 def test_refused_calls_write_nothing(library: Library):

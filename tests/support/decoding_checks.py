@@ -202,30 +202,28 @@ def check_rounds(
     options = {"gate": gate, "A_log": torch.zeros(HV, device=device), "beta_is_logit": True, "state_v_first": v_first}
     options |= {"lower_bound": -5.0} if gate == "lower_bound" else {}
     options["backend"] = "triton" if backend == "hopper" else backend
+    shapes = {"q": (HV // group, K), "k": (HV // group, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
+
+    def packed(lengths: Tensor) -> dict:
+        return {"cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)}
+
     for _ in range(rounds):
-        lengths = torch.randint(0, 2 + S, (N,), generator=draw)
-        offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
+        lengths, accepted = (torch.randint(0, most + S, (N,), generator=draw) for most in (2, 3))
         slots = torch.randperm(N + 1, generator=draw)[:N].to(device, torch.int32)
-        accepted = torch.randint(0, 3 + S, (N,), generator=draw)
-        total = int(lengths.sum())
-        shapes = {"q": (HV // group, K), "k": (HV // group, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
-        x = {name: torch.randn(1, total, *shape, generator=draw).to(device, dtype) for name, shape in shapes.items()}
+        shape = (1, int(lengths.sum()))
+        x = {name: torch.randn(*shape, *inner, generator=draw).to(device, dtype) for name, inner in shapes.items()}
         x["g"] -= 8.0  # memories of hundreds of tokens, so that a round long ago still counts
-        verify = {"num_spec_tokens": S, "update_state": False, "cu_seqlens": offsets, "ssm_state_indices": slots}
+        verify = {"num_spec_tokens": S, "update_state": False, "ssm_state_indices": slots, "initial_state": pool}
         buffer = {"intermediate_states": records, "intermediate_state_indices": rows}
-        fd.recurrent_kda(**x, **options | {"backend": backend}, initial_state=pool, **verify, **buffer)
-        counts = accepted.to(device, torch.int32)
-        layout = {"state_v_first": v_first, "backend": backend}
-        fd.commit(pool, records, slots, counts, intermediate_state_indices=rows, **layout)
-        for n in range(N):
-            if 1 <= accepted[n] <= lengths[n]:
-                begin = int(offsets[n])
-                part = {name: y[:, begin : begin + int(accepted[n])] for name, y in x.items()}
-                slot = int(slots[n])
-                start = {"initial_state": want[slot : slot + 1], "output_final_state": True}
-                renamed = options | {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-                del renamed["beta_is_logit"]
-                want[slot] = fd.fused_recurrent_kda(**part, **renamed, **start)[1][0].to(state).float()
+        fd.recurrent_kda(**x, **options | {"backend": backend}, **verify, **buffer, **packed(lengths))
+        layout = {"intermediate_state_indices": rows, "state_v_first": v_first, "backend": backend}
+        fd.commit(pool, records, slots, accepted.to(device, torch.int32), **layout)
+        accepted[accepted > lengths] = 0
+        begins = lengths.cumsum(0) - lengths
+        part = torch.cat([torch.arange(int(n)) + begin for n, begin in zip(accepted, begins)]).to(device)
+        taken = {name: y[:, part] for name, y in x.items()} | packed(accepted)
+        fd.recurrent_kda(**taken, **options, initial_state=want, ssm_state_indices=slots)
+        want = want.to(state).float()
     assert_close("pool", pool.float(), want, 1e-5 if state == FP32 else 2e-2)
 
 
