@@ -12,8 +12,7 @@ import flashdelta as fd
 from benchmarks.contenders import fla_wy
 
 from ..support.cases import BF16, FP16, FP32
-from ..support.oracle import poisoned_memory
-from ..support.wy import BY_NAME, NAMES, WyCase, errors, exact, make_wy
+from ..support.wy import BY_NAME, NAMES, WyCase, check_wy, errors, exact, make_wy
 from .calls import case_and_dtype, in_turn, peer
 
 pytestmark = pytest.mark.gpu
@@ -41,18 +40,9 @@ TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
 wy = fd.kernels.chunk_bwd_wy_dqkg
 
 
-def hold(call: dict, backend: str) -> tuple[torch.Tensor, ...]:
-    """The results, held against the reference."""
-    with poisoned_memory():
-        results = wy(**call, backend=backend)
-    found = errors(results, exact(call))
-    assert all(error <= TOLERANCE[call["q"].dtype] for error in found.values()), found
-    return results
-
-
 @pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, FP32, FP16, always=[BF16]), ids=case_and_dtype)
 def test_results_are_the_reference(case: WyCase, dtype: torch.dtype, backend: str):
-    hold(make_wy(case, dtype, "cuda"), backend)
+    check_wy(case, dtype, backend, "cuda", TOLERANCE[dtype])
 
 
 def test_inputs_may_be_expanded(backend: str):

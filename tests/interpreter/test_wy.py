@@ -10,8 +10,7 @@ import torch
 import flashdelta as fd
 from flashdelta.triton import wy
 
-from ..support.oracle import poisoned_memory
-from ..support.wy import BY_NAME, CASES, WyCase, errors, exact, make_wy
+from ..support.wy import BY_NAME, CASES, WyCase, check_wy, make_wy
 
 SMALL = [
     replace(case, HV=case.HV if case.H != case.HV else 1, H=1 if case.H == case.HV else case.H, T=min(case.T, 66))
@@ -31,10 +30,7 @@ HELD = [case for case in SMALL if case.name not in ("rows", "strong", "strided",
 def test_results_are_the_reference(case: WyCase, held: bool, monkeypatch: pytest.MonkeyPatch):
     if held:  # as on Hopper
         monkeypatch.setattr(wy, "wy_config", lambda problem, capability: wy.WyConfig(16, problem.V, 4, 3))
-    call = make_wy(case)
-    with poisoned_memory():
-        found = fd.kernels.chunk_bwd_wy_dqkg(**call, backend="triton")
-    assert all(error <= 1e-6 for error in errors(found, exact(call)).values())
+    check_wy(case, torch.float32, "triton", "cpu", 1e-6)
 
 
 def test_nan_stays_in_its_sequence():

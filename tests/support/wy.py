@@ -15,6 +15,7 @@ import flashdelta as fd
 
 from .cases import Case
 from .inputs import LAYOUTS, packed_offsets
+from .oracle import poisoned_memory
 
 NAMES = ("dq", "dk", "dv", "dbeta", "dg", "dA")
 TENSORS = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv")
@@ -92,6 +93,13 @@ def exact(call: dict) -> dict[str, Tensor]:
     """The results of the float64 reference."""
     wide = {name: call[name].double() for name in TENSORS}
     return dict(zip(NAMES, fd.kernels.chunk_bwd_wy_dqkg(**call | wide | {"backend": "reference"})))
+
+
+def check_wy(case: WyCase, dtype: torch.dtype, backend: str, device: str, tolerance: float) -> None:
+    call = make_wy(case, dtype, device)
+    with poisoned_memory():
+        found = errors(fd.kernels.chunk_bwd_wy_dqkg(**call, backend=backend), exact(call))
+    assert all(error <= tolerance for error in found.values()), found
 
 
 def errors(found: tuple[Tensor, ...], want: dict[str, Tensor]) -> dict[str, float]:
