@@ -70,7 +70,7 @@ def counts_of(K: int, V: int) -> slice:
     return slice(2 * K + V, 2 * K + V + 4)
 
 
-RECORDED, COMMITTED = 1e-4, 4e-6
+RECORDED, COMMITTED = 1e-4, 1e-5
 """Tolerances of records, of which some numbers are differences, and of what a commit makes of them in float32."""
 
 
