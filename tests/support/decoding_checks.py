@@ -228,23 +228,16 @@ def check_rounds(
 
 
 def verification(
-    shapes: tuple[int, ...], tokens: int, gate: str, backend: str, device: str, dtype: torch.dtype, seed: int = 0
+    N: int, tokens: int, K: int, gate: str, backend: str, device: str, dtype: torch.dtype
 ) -> tuple[dict, dict]:
-    """A verification of `tokens` each into a replay buffer, and its commit. `shapes`: sequences, heads and channels."""
-    N, HV, K = shapes
-    draw = torch.Generator().manual_seed(seed)
-    call: dict = {name: torch.randn(N, tokens, HV, K, generator=draw).to(device, dtype) for name in "qkvg"}
-    call["beta"] = torch.rand(N, tokens, HV, generator=draw).to(device)
-    call["initial_state"] = torch.randn(N, HV, K, K, generator=draw).to(device)
-    slots = torch.arange(N, dtype=torch.int32, device=device)
-    call |= {"gate": gate, "num_spec_tokens": tokens - 1, "update_state": False, "ssm_state_indices": slots}
-    call |= {"intermediate_states": fd.replay_buffer(N, tokens - 1, HV, K, K, device=device), "backend": backend}
-    if gate == "lower_bound":
-        call["lower_bound"] = -5.0
-    if gate == "softplus":
-        call["A_log"] = torch.zeros(HV, device=device)
-    commit = {"initial_state": call["initial_state"], "ssm_state_indices": slots, "backend": backend}
-    return call, commit | {"num_accepted_tokens": torch.full_like(slots, tokens)}
+    """A verification of `tokens` of each of `N` sequences into a replay buffer, and its commit."""
+    kinds: dict[str, Any] = {"gate": gate, "lower_bound": -5.0, "beta": "value", "has_dt_bias": False}
+    sizes = {"B": N, "T": tokens, "spec": tokens - 1, "H": 2, "HV": 2, "K": K, "V": K}
+    slots = {"slots": N, "indices": tuple(range(N)), "update": False, "rows": "slots"}
+    step = Step(f"{tokens} tokens", "", **sizes, **slots, **kinds)
+    call = make_step(step, dtype, device) | {"intermediate_states": replay_buffer(step, device), "backend": backend}
+    commit = {name: call[name] for name in ("initial_state", "ssm_state_indices", "state_v_first", "backend")}
+    return call, commit | {"num_accepted_tokens": torch.full_like(call["ssm_state_indices"], tokens)}
 
 
 def hold_each_token(call: dict, commit: dict, tolerance: float) -> None:
@@ -259,7 +252,7 @@ def hold_each_token(call: dict, commit: dict, tolerance: float) -> None:
 def check_floor(tokens: int, backend: str, device: str = "cpu", K: int = 64, dtype: torch.dtype = FP32) -> None:
     """Tokens that write nothing, at the gate's floor of -5 each: outputs are the start's alone, down to `exp(-85)`, and
     of small queries."""
-    call, commit = verification((1, 2, K), tokens, "lower_bound", backend, device, dtype)
+    call, commit = verification(1, tokens, K, "lower_bound", backend, device, dtype)
     call["q"] *= 1e-8
     call["g"], call["beta"] = torch.full_like(call["g"], 1e4, dtype=FP32), torch.zeros_like(call["beta"])
     call["initial_state"] *= 1e10
@@ -271,7 +264,7 @@ def check_strong_decays(
 ) -> None:
     """Decays without a bound, from `exp(-300)` to `exp(-1e-3)`, token by token and channel by channel. A token's decay leaves
     nothing of what was before it, and all of what comes after."""
-    call, commit = verification((1, 2, K), tokens, gate, backend, device, dtype, tokens)
+    call, commit = verification(1, tokens, K, gate, backend, device, dtype)
     exponents, draw = torch.tensor([300.0, 1e-3, 20.0, 1e-3, 0.5, 90.0]), torch.Generator().manual_seed(tokens)
     by_token = exponents[torch.arange(tokens) % len(exponents)][:, None, None]
     by_channel = exponents[torch.randint(0, len(exponents), (tokens, 2, K), generator=draw)]
@@ -280,12 +273,14 @@ def check_strong_decays(
     g = {"none": -decays, "softplus": decays.expm1().log(), "logsigmoid": -decays.expm1().log()}[gate]
     g = torch.where(decays > 100, decays * (1 if gate == "softplus" else -1), g)
     call["g"] = g[None].float().to(device)
+    if gate == "softplus":
+        call["A_log"].zero_()
     hold_each_token(call, commit, 1e-5 + one_rounding(dtype))
 
 
 def check_wild_counts(backend: str, device: str = "cpu", K: int = 64, dtype: torch.dtype = FP32) -> None:
     """Counts in a row that no verification writes: whatever it says, a commit takes no more tokens than the row has."""
-    call, commit = verification((2, 2, K), 4, "none", backend, device, dtype)
+    call, commit = verification(2, 4, K, "none", backend, device, dtype)
     records = torch.randn(call["intermediate_states"].shape, generator=torch.Generator().manual_seed(0)).to(device)
     for recorded, accepted in itertools.product((1e9, torch.inf, torch.nan, -1.0, 2.5), (5, 2**31 - 1, 4)):
         records[:, 0, :, counts_of(K, K)] = recorded
@@ -307,7 +302,7 @@ def check_spoilt_token(
     """A token that is no number, as of a rejected draft, spoils no token before it: neither its output nor its commit. What it
     does spoil is no number either, as in the recurrence."""
     for bad in (torch.nan, torch.inf) if name != "g" else (torch.nan,):
-        call, commit = verification((2, 2, K), 1 + S, gate, backend, device, dtype, token)
+        call, commit = verification(2, 1 + S, K, gate, backend, device, dtype)
         call[name].view(2, -1)[0, call[name].stride(1) * token + 1] = bad
         counts = [torch.full_like(commit["ssm_state_indices"], n) for n in sorted({1, max(1, token), token + 1, 1 + S})]
         commits = [commit | {"num_accepted_tokens": n} for n in counts]
