@@ -111,13 +111,9 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
     plain = make_step(step.plain, dtype, device, seed)
     names = {"mixed_qkv": "x", "g": "raw_g", "beta": "raw_beta", "initial_state": "state"}
     names["ssm_state_indices"] = "state_indices"
-    kept = {
-        *("A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens", "intermediate_state_indices", "gate", "scale"),
-        *("lower_bound", "use_qk_l2norm_in_kernel", "beta_is_logit", "allow_neg_eigval", "num_spec_tokens"),
-        *("state_v_first", "null_index"),
-    }
+    dropped = ("update_state", "output_final_state", "intermediate_states")
     call = {"A_log": None, "dt_bias": None, "bias": None, "norm_eps": EPS}
-    call |= {names.get(name, name): x for name, x in plain.items() if name in kept or name in names}
+    call |= {names.get(name, name): x for name, x in plain.items() if name not in dropped}
     D, W = step.channels, step.W
     weight = (source.normal(D, W) / W).to(dtype)
     if step.weights == "parts":
@@ -133,9 +129,8 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
         call["num_accepted_tokens"] = torch.tensor(step.accepted, dtype=step.offsets_dtype, device=device)
     if step.rows is not None:
         shape = len(plain["intermediate_states"]), 1 + (step.spec or 0), step.HV, record_width(step.K, step.V)
-        call["intermediate_states"] = amid(
-            source, torch.float64 if step.state == torch.float64 else FP32, shape, RECORD_GAP
-        ).fill_(torch.nan)
+        wide = torch.float64 if step.state == torch.float64 else FP32
+        call["intermediate_states"] = amid(source, wide, shape, RECORD_GAP).fill_(torch.nan)
     if step.zero_rows:
         for x in (call["x"], call["conv_state"]):
             x[:, : 2 * step.H * step.K] = 0.0
