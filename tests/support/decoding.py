@@ -48,6 +48,11 @@ class Step(Case):
     every: int = 1
 
     @property
+    def N(self) -> int:
+        """As the operator's documentation calls the rows of a call that is not packed."""
+        return self.B
+
+    @property
     def buffer_rows(self) -> int:
         return self.buffer or (self.slots if self.rows == "slots" else 3)
 
