@@ -36,6 +36,8 @@ OPERATORS = re.compile(r"\b(flashdelta|kda_prefill)(?=::)|(?<=torch\.ops\.)(flas
 def build(folder: Path, version: str | None = None) -> Path:
     """Writes the kernel to `folder`, which must be new or one of an earlier build; returns that. `version`: the package's by
     default."""
+    if not (folder / "build" / VARIANT / "metadata.json").is_file() and folder.is_dir() and any(folder.iterdir()):
+        sys.exit(f"{folder} must be new, empty, or of an earlier build: its build/, README.md and LICENSE are replaced")
     version = version or re.search(r'__version__ = "(.*)"', (PACKAGE / "__init__.py").read_text())[1]
     suffix = re.sub(r"\W", "_", version)
     target = folder / "build" / VARIANT

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
+from rich.console import Console
 
 from flashdelta.nn import KdaLanguageModel
 from flashdelta.nn.lm import decode, encode
-from flashdelta.tools.cli.batching import NULL, Batch, Request, make_requests, run_batch, serve
+from flashdelta.tools.cli.batching import NULL, Batch, Request, make_requests, run_batch, serve, show
 from flashdelta.tools.cli.demo import load_demo_model
 
 REQUESTS = [
@@ -69,6 +72,12 @@ def test_result_is_complete():
     assert (result.device, result.dtype, result.slots, result.most_running) == ("cpu", "float32", 2, 2)
     assert [len(text) for text in result.continuations] == [x.tokens for x in make_requests(3, 16, 0, None)]
     assert result.steps == max(result.left) and all(a <= b for a, b in zip(result.joined, result.left))
+
+
+def test_one_request_is_one(capsys: pytest.CaptureFixture):
+    result = run_batch(requests=1, slots=1, tokens=2, backend="reference", device="cpu")
+    show(asdict(result), Console(width=200))
+    assert "1 request in " in (said := capsys.readouterr().out) and "up to 1 of 1 slot at a time" in said
 
 
 @pytest.mark.parametrize(

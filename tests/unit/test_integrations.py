@@ -659,6 +659,15 @@ def test_packed_documents_checkpointed_and_compiled():
     hold(step(model, ids, **call), plain, 1e-6)
 
 
+def test_positions_of_one_row_are_those_of_every_row():
+    model, ids = kimi().eval(), ids_of(2, 40)
+    one = positions(*DOCUMENTS)[None]
+    with torch.no_grad():
+        found, want = (model(input_ids=ids, position_ids=x).logits for x in (one, one.expand(2, -1)))
+        each = [model(x, use_cache=False).logits for x in ids.split(DOCUMENTS, 1)]
+    assert torch.equal(found, want) and relative_error(found, torch.cat(each, 1)) < 2e-6
+
+
 def test_packed_rows_and_tails():
     """Two rows of documents, with rows of no document behind them; and a cache, which can't be."""
     model, ids = kimi().eval(), ids_of(2, 40)

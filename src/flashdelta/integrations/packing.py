@@ -80,7 +80,8 @@ def packed_model(theirs: Callable[..., Any], is_on: Callable[[], bool]) -> Calla
         offsets = offsets_of(call)
         cache = next((call[x] for x in ("cache", "past_key_values") if call.get(x) is not None), None)
         if offsets is None and cache is None and call.get("attention_mask") is None:
-            offsets = offsets_of_positions(call.get("position_ids"))
+            tokens = next((call[x] for x in ("input_ids", "inputs_embeds") if call.get(x) is not None), None)
+            offsets = offsets_of_positions(call.get("position_ids"), None if tokens is None else tokens.shape[0])
         if offsets is None or not is_on():
             return theirs(self, *arguments, **named)
         if cache is not None:
@@ -91,11 +92,13 @@ def packed_model(theirs: Callable[..., Any], is_on: Callable[[], bool]) -> Calla
     return forward
 
 
-def offsets_of_positions(positions: Tensor | None) -> Tensor | None:
-    """Offsets of sequences in all rows, if there are more than rows: one begins wherever positions do not go on. The host
-    waits for the device, as it does where transformers makes the mask of these sequences; a compiled model doesn't."""
+def offsets_of_positions(positions: Tensor | None, rows: int | None) -> Tensor | None:
+    """Offsets of sequences in all rows, if there are more than rows: one begins wherever positions do not go on. Positions of
+    one row are those of every row, as transformers reads them. The host waits for the device, as it does where transformers
+    makes the mask of these sequences; a compiled model doesn't."""
     if positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
         return None
+    positions = positions if rows is None or len(positions) != 1 else positions.expand(rows, -1)
     starts = F.pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten().nonzero()[:, 0]
     return F.pad(starts, (0, 1), value=positions.numel()).int() if len(starts) > len(positions) else None
 

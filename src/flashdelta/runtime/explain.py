@@ -76,14 +76,16 @@ def explain(
     if problem.operation == "chunk" and is_plain(t.q) and t.q.device.type == device.type != "meta":
         segments = tuple(chosen.parts(problem, chunks_of(problem, t), t.device).tolist())
     tensors = {name: given[name] for name in call.tensors if name in given}
-    why = None if chosen.name == "reference" else not_replayed(problem, tensors)
+    why = None if chosen.name == "reference" else not_replayed(problem, tensors, device)
     return Explanation(support, verdicts, segments, why)
 
 
-def not_replayed(problem: Problem, tensors: Mapping[str, Tensor | None]) -> str | None:
-    """Why a call by kernels is not recorded, or None."""
+def not_replayed(problem: Problem, tensors: Mapping[str, Tensor | None], device: torch.device) -> str | None:
+    """Why a call by kernels on a device is not recorded, or None."""
     if device_checks.ENABLED:
         return "FLASHDELTA_CHECK=1 reads values on the host"
+    if device.type == "cuda" and torch.cuda.is_available() and device.index not in (None, torch.cuda.current_device()):
+        return f"it is on {device}, and torch.cuda.current_device() is {torch.cuda.current_device()}"
     for name, x in tensors.items():
         if x is None:
             continue

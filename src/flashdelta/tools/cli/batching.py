@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...nn.lm import VOCABULARY, KdaLanguageModel, decode, encode
 from ..devices import capture, synchronize
+from ..files import counted
 from .demo import DEFAULT_PROMPT, demo_model, one_thread
 
 PROMPTS = (
@@ -219,8 +220,8 @@ def show(report: dict, console: Console) -> None:
         console.print()
     way = "a CUDA graph a step" if report["graph"] else "without graphs"
     facts = (
-        f"{len(report['prompts'])} requests in {report['steps']} steps, up to {report['most_running']} of "
-        f"{report['slots']} slots at a time, {way}, {report['dtype']} on {report['device']}",
+        f"{counted(len(report['prompts']), 'request')} in {counted(report['steps'], 'step')}, up to {report['most_running']} "
+        f"of {counted(report['slots'], 'slot')} at a time, {way}, {report['dtype']} on {report['device']}",
         f"{report['tokens_per_s']:,.0f} tokens/s, prefills included",
     )
     for fact in facts:

@@ -104,7 +104,7 @@ def show(report: dict, console: Console) -> None:
         chosen = " (auto takes it)" if verdict["name"] == report["backends"]["chosen"] else ""
         reason = escape(verdict["reason"])
         console.print(f"backend {verdict['name']}: {can}{chosen}; {reason}", highlight=False, soft_wrap=True)
-    console.print(_verdict(report["self_check"]), highlight=False)
+    console.print(_verdict(report["self_check"]), highlight=False, soft_wrap=True)
     for found in report["integrations"]:
         version = f" {found['version']}" if found["version"] else ""
         text = f"integration {found['name']}{version}: {found['state']}; {found['reason']}"
