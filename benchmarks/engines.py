@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashdelta as fd
 from tests.support.cases import BF16
-from tests.support.engines import LAYERS, Batch, K3Step, Model, exact_outputs
+from tests.support.engines import LAYERS, Batch, K3Step, Model, exact_sequence
 from tests.support.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
 
 from . import gate
@@ -68,7 +68,7 @@ def prefill(row: Row, setup: Setup) -> Work:
 
         return Contender(lambda: (layer.prefill(batch, pool, slots, flags),), tolerance, checked)
 
-    want = torch.cat([exact_outputs(model, x) for x in rows.split(case.lengths)])[None]
+    want = torch.cat([exact_sequence(model, x)[0] for x in rows.split(case.lengths)])[None]
     found = layers(case, setup, model, make, TOLERANCE[BF16])
     return Work(found, functools.partial(gate.errors, (want,), ("o",)))
 

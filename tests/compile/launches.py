@@ -24,14 +24,12 @@ from flashdelta.program.plan import Plan
 from flashdelta.runtime.call import check
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..support.buffers import CASES as BUFFERS
-from ..support.buffers import SPLITS, buffer_call
 from ..support.cases import BF16, CASES, FP32, Case
 from ..support.decoding import STEPS, make_step
 from ..support.decoding_checks import REPLAYED, replay_buffer
 from ..support.inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
 from ..support.oracle import as_recurrent
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, SPLITS, as_recurrent_pool, pool_call
 from ..support.prefills import CASES as PREFILLS
 from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.split_cases import LENGTHS, split_call, split_pool_call
@@ -120,12 +118,12 @@ def cases() -> Iterator[Traced]:
     for pool in PLAIN_POOLS:
         call = as_recurrent_pool(pool_call(pool, BF16))
         yield Traced(f"recurrent pool {pool.name}, triton", fd.fused_recurrent_kda, call)
-    stored = [("pool", case, pool_call) for case in PLAIN_POOLS + CHECKPOINT_POOLS]
-    for kind, case, make in [*stored, *(("buffer", case, buffer_call) for case in BUFFERS + SPLITS)]:
-        yield Traced(f"{kind} {case.name}, triton", fd.chunk_kda, make(case, BF16))
-        wide = replace(case, case=on_gpu(case.case))
+    kinds = {"pool": PLAIN_POOLS + CHECKPOINT_POOLS, "buffer": BUFFERS + SPLITS}
+    for name, pool in ((f"{kind} {pool.name}", pool) for kind, pools in kinds.items() for pool in pools):
+        yield Traced(f"{name}, triton", fd.chunk_kda, pool_call(pool, BF16))
+        wide = replace(pool, case=on_gpu(pool.case))
         if takes_hopper(wide.case):
-            yield Traced(f"{kind} {case.name}, hopper", fd.chunk_kda, make(wide, BF16), "hopper")
+            yield Traced(f"{name}, hopper", fd.chunk_kda, pool_call(wide, BF16), "hopper")
     for parts in (2, 5, "auto"):
         calls = {str(lengths): split_call(lengths) for lengths in LENGTHS} | {"pool": split_pool_call()}
         for name, call in calls.items():

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "machine_code"
 
 PACKAGE = (
     *("__init__.py", "backends.py", "kernels", "ops", "parallel", "problem", "program", "reference", "runtime"),
-    *("tools/__init__.py", "tools/compile.py"),
+    *("tools/__init__.py", "tools/cases.py", "tools/compile.py"),
 )
 MAKERS = ("cases", "decoding", "fused", "inputs", "layer", "oracle", "prefills", "wy", "__init__")
 """In `tests/support`, of the calls that kernels are compiled for."""

@@ -32,7 +32,7 @@ from ..support.gradients import (
 from ..support.inputs import make_call
 from ..support.oracle import as_recurrent, poisoned_memory
 from ..support.wy import BY_NAME as WY_CASES
-from ..support.wy import WyCase, errors, exact, make_wy
+from ..support.wy import WyCase, check_wy, make_wy
 from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
@@ -231,24 +231,18 @@ WY = [
 ]
 
 
-def check_wy(case: WyCase, backend: str = "hopper") -> None:
-    call = make_wy(case, BF16 if backend == "hopper" else FP32)
-    with poisoned_memory():
-        found = errors(fd.kernels.chunk_bwd_wy_dqkg(**call, backend=backend), exact(call))
-    assert all(error <= (1e-2 if backend == "hopper" else 1e-6) for error in found.values()), found
-
-
 @pytest.mark.parametrize("case", [*WY, replace(WY[0], layout="odd_offset")], ids=lambda x: f"{x.name}-{x.K}-{x.V}")
 def test_wy(case: WyCase):
     """Off every boundary by way of copies; the states', too."""
-    check_wy(case)
+    check_wy(case, BF16, "hopper", "cpu", 1e-2)
 
 
 @pytest.mark.parametrize(("v_first", "sms"), [(False, 1), (True, 5)])
 def test_wy_of_persistent_ctas(v_first: bool, sms: int):
     """Tiles that a CTA fetches while it stores those of the one before."""
     with hopper_on_cpu(sms=sms):
-        check_wy(WyCase("persistent", "", K=128, V=128, B=2, T=150, H=1, HV=2, log2=True, v_first=v_first))
+        case = WyCase("persistent", "", K=128, V=128, B=2, T=150, H=1, HV=2, log2=True, v_first=v_first)
+        check_wy(case, BF16, "hopper", "cpu", 1e-2)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["sliced", "held"])
@@ -258,7 +252,7 @@ def test_portable_wy(case: WyCase, held: bool, monkeypatch: pytest.MonkeyPatch):
         config = portable_wy.WyConfig
         monkeypatch.setattr(portable_wy, "wy_config", lambda problem, capability: config(16, problem.V, 4, 3))
     heads = {"H": 1, "HV": 1} if case.H == case.HV else {}
-    check_wy(replace(case, T=min(case.T, 66), **heads), "triton")
+    check_wy(replace(case, T=min(case.T, 66), **heads), FP32, "triton", "cpu", 1e-6)
 
 
 def test_wy_of_a_sequence_is_its_own():

@@ -10,10 +10,13 @@ import torch
 import flashdelta as fd
 
 from ..compile.variants import Variant
+from ..fuzz.truth import claims_of
 from ..support.cases import BF16, FP32
-from ..support.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, expected_fused, make_fused
-from ..support.fused_checks import HOPPER_FUSED, chain, check_fused, heads_of, hold_fused
-from ..support.oracle import assert_close, same_bits
+from ..support.decoding_checks import output_of
+from ..support.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
+from ..support.fused_checks import HOPPER_FUSED, chain, check_fused
+from ..support.held import hold_claims
+from ..support.oracle import TOLERANCE, assert_close, same_bits
 from .language import WRITTEN_LATE
 
 
@@ -26,14 +29,13 @@ def test_kernel_is_the_loop(step: FusedStep):
 def test_an_index_that_the_kernel_before_writes_late(group: int, before: int):
     """A slot's contents are asked for by what the index was before; what counts is what it is."""
     step = replace(FUSED_BY_NAME["one"], K=64, V=64, H=1, HV=group, B=1, indices=(3,), slots=8)
-    call = make_fused(step, BF16)
-    want = expected_fused(step, call)
-    index, output = call["state_indices"], torch.full(heads_of(step), torch.nan, dtype=BF16)
+    call = make_fused(step, BF16) | {"output": output_of(step, BF16), "backend": "hopper"}
+    wanted, index = claims_of("fused_kda_decode", call), call["state_indices"]
     index.fill_(before)
     WRITTEN_LATE.append(lambda: index.fill_(3))
-    fd.fused_kda_decode(**call, output=output, backend="hopper")
+    fd.fused_kda_decode(**call)
     assert not WRITTEN_LATE
-    hold_fused(step, call, output, want)
+    hold_claims(wanted, call | {"o": call["output"]}, TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize(

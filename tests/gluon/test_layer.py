@@ -12,6 +12,7 @@ import torch
 import flashdelta as fd
 from flashdelta.kernels.triton import convolution as triton_convolution
 
+from ..support.held import run_held
 from ..support.layer import (
     CONVOLUTION_BY_NAME,
     CONVOLUTION_CASES,
@@ -19,70 +20,40 @@ from ..support.layer import (
     NORM_CASES,
     ConvolutionCase,
     NormCase,
-    checkpoints_by_tokens,
-    convolved_by_tokens,
-    gradients,
     make_convolution,
     make_norm,
-    normed_by_rows,
 )
+from ..support.layer_checks import TOLERANCE, check_convolution, check_gradients, check_norm
 from ..support.layers import make_layer, rows
 from ..support.oracle import poisoned_memory, same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
-close = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
-norm = partial(fd.gated_rms_norm, backend="triton")
 convolution = partial(fd.short_convolution, backend="triton")
-
-
-def check_gradients(operator: partial, call: dict) -> None:
-    """Against those of the reference in float64."""
-    want = gradients(operator.func, call, torch.float64)
-    with poisoned_memory():
-        found = gradients(operator, call)
-    for name, x in found.items():
-        close(x, want[name].float(), msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("case", NORM_CASES, ids=str)
 def test_norm_and_its_gradients(case: NormCase):
-    call = make_norm(case)
-    with poisoned_memory():
-        o = norm(**call)
-    close(o, normed_by_rows(call).float())
-    check_gradients(norm, make_norm(case))
+    check_norm(case, torch.float32, "triton")
+    check_gradients(fd.gated_rms_norm, make_norm(case), "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_rounds_once(dtype: torch.dtype):
-    call = make_norm(NORM_BY_NAME["fused"], dtype)
-    torch.testing.assert_close(norm(**call), normed_by_rows(call).to(dtype))
-    call = make_convolution(CONVOLUTION_BY_NAME["packed_fla"], dtype)
-    (o, final), (want, states) = convolution(**call), convolved_by_tokens(call)
-    torch.testing.assert_close(o, want.to(dtype))
-    assert same_bits(final, states.to(dtype))
+    check_norm(NORM_BY_NAME["fused"], dtype, "triton")
+    check_convolution(CONVOLUTION_BY_NAME["packed_fla"], dtype, "triton")
 
 
 @pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=str)
 def test_convolution(case: ConvolutionCase):
-    call = make_convolution(case)
-    want, states = convolved_by_tokens(call)
-    buffer = checkpoints_by_tokens(call) if "checkpoint_states" in call else None
-    with poisoned_memory():
-        o, final = convolution(**call)
-    if buffer is not None:
-        assert same_bits(call["checkpoint_states"].contiguous(), buffer.float().contiguous())
-    there = ~want.isnan()
-    close(o[there], want[there].float())
-    assert same_bits(call["state_pool"] if final is None else final, states.float())
+    check_convolution(case, torch.float32, "triton")
 
 
 @pytest.mark.parametrize(
     "case", [case for case in CONVOLUTION_CASES if case.indices is None and not case.buffer], ids=str
 )
 def test_gradients_of_the_convolution(case: ConvolutionCase):
-    check_gradients(convolution, make_convolution(case))
+    check_gradients(fd.short_convolution, make_convolution(case), "triton")
 
 
 @pytest.mark.parametrize(
@@ -105,25 +76,20 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
     monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
     call = make_convolution(case)
     with mock.patch.object(triton_convolution, "bind", wraps=triton_convolution.bind) as noted:
-        check_gradients(convolution, call)
+        check_gradients(fd.short_convolution, call, "triton", repeats=2)
     exchanges = {x.args[-1]["EXCHANGE"] for x in noted.call_args_list if "EXCHANGE" in x.args[-1]}
     assert exchanges == {case.name.startswith("exchanged")}
-    first, second = (gradients(convolution.func, call | {"backend": "triton"}) for _ in range(2))
-    assert all(same_bits(x, second[name]) for name, x in first.items())
 
 
 @pytest.mark.parametrize(("name", "target"), [("packed", "final_state"), ("packed_new", "final_state"),
     ("short", "final_state"), ("pool", "state_pool")])  # fmt: skip
 def test_nothing_beside_states_is_touched(name: str, target: str):
     """Pools, and final states where they are asked for."""
-    call = make_convolution(CONVOLUTION_BY_NAME[name])
-    want = convolved_by_tokens(call)[1].float()
-    memory = torch.full((*want.shape[:2], 8), torch.nan)
-    states = memory[..., 2 : 2 + want.shape[2]]
+    case = CONVOLUTION_BY_NAME[name]
+    call = make_convolution(case) | {"backend": "triton"}
+    states = torch.full((case.N, case.D, 8), torch.nan)[..., 2 : 1 + case.W]
     states.copy_(call.get(target, states))
-    convolution(**call | {target: states})
-    assert same_bits(states.contiguous(), want)
-    assert memory[..., :2].isnan().all() and memory[..., 2 + want.shape[2] :].isnan().all()
+    run_held(fd.short_convolution, call | {target: states}, TOLERANCE[torch.float32], lambda dtype: 0.0)
 
 
 @pytest.mark.parametrize("W", [2, 3, 4])

@@ -11,69 +11,49 @@ import torch
 import flashdelta as fd
 
 from ..gpu.calls import on_gpu
-from ..support.buffers import BY_NAME as BUFFERS
-from ..support.buffers import BufferCase, buffer_call, buffer_id, by_pieces, hold_buffers
-from ..support.cases import BF16, FP32
+from ..support.cases import BF16
 from ..support.decoding import memory_of
-from ..support.oracle import TOLERANCE, one_rounding, same_bits, state_tolerance, tolerance_of
+from ..support.oracle import same_bits
 from ..support.pools import (
+    BUFFERS,
+    BUFFERS_BY_NAME,
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
+    SPLITS,
     PoolCase,
     as_recurrent_pool,
+    by_pieces,
     hold_pool,
-    piece_by_piece,
     pool_call,
     pool_id,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
-ON_HOPPER = {
-    *("batch", "v_first_int32", "bf16", "non_positive", "flags", "gva", "no_slots", "no_tokens", "unbounded"),
-    *("several", "at_the_end", "cut_batch", "cut_bf16", "bad_offsets"),
-}
 
-
-@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS, ids=pool_id)
+@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS, ids=pool_id)
 def test_chunk(pool_case: PoolCase):
-    call = pool_call(pool_case) | {"backend": "triton"}
-    hold_pool(fd.chunk_kda, call, TOLERANCE[FP32], state_tolerance(FP32, call["state_pool"].dtype), [piece_by_piece])
+    hold_pool(fd.chunk_kda, pool_call(pool_case) | {"backend": "triton"}, [] if pool_case in SPLITS else [by_pieces])
 
 
 @pytest.mark.parametrize("pool_case", PLAIN_POOLS, ids=pool_id)
 def test_recurrent(pool_case: PoolCase):
-    call, op = as_recurrent_pool(pool_call(pool_case) | {"backend": "triton"}), fd.fused_recurrent_kda
-    hold_pool(op, call, TOLERANCE[FP32], state_tolerance(FP32, call["state_pool"].dtype), [piece_by_piece])
+    hold_pool(fd.fused_recurrent_kda, as_recurrent_pool(pool_call(pool_case) | {"backend": "triton"}), [by_pieces])
 
 
-@pytest.mark.parametrize("pool_case", [x for x in PLAIN_POOLS + CHECKPOINT_POOLS if x.name in ON_HOPPER], ids=pool_id)
-def test_pools_on_hopper(pool_case: PoolCase):
-    call = pool_call(replace(pool_case, case=on_gpu(pool_case.case)), BF16) | {"backend": "hopper"}
-    tolerance = tolerance_of(call)
-    hold_pool(fd.chunk_kda, call, tolerance, tolerance + one_rounding(call["state_pool"].dtype))
-
-
-# ---- buffers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("buffer_case", BUFFERS.values(), ids=buffer_id)
-def test_buffers(buffer_case: BufferCase):
-    call = buffer_call(buffer_case) | {"backend": "triton"}
-    pieces = None if buffer_case.split else by_pieces(fd.chunk_kda, call)
-    hold_buffers(call, TOLERANCE[FP32], lambda dtype: 2 * state_tolerance(FP32, dtype), pieces)
-
-
-BUFFERS_ON_HOPPER = {
+ON_HOPPER = {
+    *("batch", "v_first_int32", "bf16", "non_positive", "flags", "gva", "no_slots", "no_tokens", "unbounded"),
+    *("several", "at_the_end", "cut_batch", "cut_bf16", "bad_offsets"),
     *("every_128_batch", "every_bf16", "every_too_few", "every_pool", "every_h", "many_offsets", "offsets_batch"),
-    *("bad_offsets", "only_final_bf16", "no_sequences", "split_every", "split_offsets"),
+    *("only_final_bf16", "no_sequences", "split_every", "split_offsets"),
 }
 
 
-@pytest.mark.parametrize("name", sorted(BUFFERS_ON_HOPPER))
-def test_buffers_on_hopper(name: str):
-    call = buffer_call(replace(BUFFERS[name], case=on_gpu(BUFFERS[name].case)), BF16) | {"backend": "hopper"}
-    hold_buffers(call, tolerance_of(call), lambda dtype: tolerance_of(call) + one_rounding(dtype))
+@pytest.mark.parametrize(
+    "pool_case", [x for x in PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS if x.name in ON_HOPPER], ids=pool_id
+)
+def test_chunk_on_hopper(pool_case: PoolCase):
+    hold_pool(fd.chunk_kda, pool_call(replace(pool_case, case=on_gpu(pool_case.case)), BF16) | {"backend": "hopper"})
 
 
 # ---- offsets that are wild ------------------------------------------------------------------------------------------
@@ -91,7 +71,7 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
     """The pool and `out` lie amid numbers that must stay."""
     N = len(values) - 1
     pool_case = replace(
-        PLAIN_POOLS[0], indices=(5, 2**40, -(2**62))[:N], marks=(16, 2**50, 48)[:N], mark_slots=(2**40, 1, 2)[:N], gap=8
+        PLAIN_POOLS[0], indices=(5, 2**40, -(2**62))[:N], marks=(16, 2**50, 48)[:N], mark_rows=(2**40, 1, 2)[:N], gap=8
     )
     case = pool_case.case
     sequences = replace(pool_case, case=replace(case, lengths=(case.T, *(0,) * (N - 1)), HV=1))
@@ -109,7 +89,7 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
 
 
 def test_bad_offsets_touch_nothing_beside_a_buffer():
-    call = buffer_call(replace(BUFFERS["every_packed"], rows=3)) | {"backend": "triton"}
+    call = pool_call(replace(BUFFERS_BY_NAME["every_packed"], rows=3)) | {"backend": "triton"}
     del call["final_state"]
     call["cu_seqlens"] = torch.tensor([0, 2**40, -(2**40), 2**62])
     buffer = call["checkpoint_states"]

@@ -13,8 +13,7 @@ import flashdelta as fd
 from flashdelta.kernels.hopper import build, recurrence
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu
-from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, hold_buffers
-from ..support.cases import BF16, FP32, Case, case_id
+from ..support.cases import BF16, CASES, FP32, Case, case_id
 from ..support.decays import KINDS, decays_call
 from ..support.inputs import TOKEN_TENSORS
 from ..support.oracle import (
@@ -27,9 +26,8 @@ from ..support.oracle import (
     tolerance_of,
     truth,
 )
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
+from ..support.pools import BUFFERS_BY_NAME, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
 from ..support.ranks import Cut
-from ..unit.test_hopper_choice import TABLE
 from .checks import check_steps, hold_bits_alone, hold_nan_inside, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 from .test_ranks import hold_pool_over_ranks
@@ -69,7 +67,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize(
     ("case", "K"),
-    widths([*(case for case in TABLE if case.name in NAMES), *LENGTHS]),
+    widths([*(on_gpu(case) for case in CASES if case.name in NAMES), *LENGTHS]),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_cases(case: Case, K: int):
@@ -170,21 +168,15 @@ def test_few_ctas_change_no_bit(case: Case, stream_k: bool, monkeypatch: pytest.
 
 
 POOL_NAMES = ("v_first_int32", "flags_batch", "gva", "several", "cut_bf16", "bad_offsets")
-BUFFER_NAMES = ("every_128_batch", "every_pool", "many_offsets", "only_final_bf16")
+POOLS = [case for case in PLAIN_POOLS + CHECKPOINT_POOLS if case.name in POOL_NAMES]
+POOLS += [BUFFERS_BY_NAME[name] for name in ("every_128_batch", "every_pool", "many_offsets", "only_final_bf16")]
 
 
-@pytest.mark.parametrize("case", [x for x in PLAIN_POOLS + CHECKPOINT_POOLS if x.name in POOL_NAMES], ids=pool_id)
-def test_pools(case: PoolCase):
-    case = replace(case, case=replace(on_gpu(case.case), K=128, chunk_size=64))
-    call = pool_call(case, BF16) | {"split": False, "backend": "hopper"}
-    hold_pool(fd.chunk_kda, call, tolerance_of(call), tolerance_of(call) + 4e-3)
-
-
-@pytest.mark.parametrize("case", [x for x in CASES if x.name in BUFFER_NAMES], ids=buffer_id)
-def test_buffers(case: BufferCase):
-    case = replace(case, case=replace(on_gpu(case.case), K=128))
-    call = buffer_call(case, BF16) | {"split": False, "backend": "hopper"}
-    hold_buffers(call, tolerance_of(call), lambda dtype: tolerance_of(call) + 4e-3)
+@pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
+def test_pools(pool_case: PoolCase):
+    case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
+    call = pool_call(replace(pool_case, case=case), BF16) | {"split": False, "backend": "hopper"}
+    hold_pool(fd.chunk_kda, call, more=4e-3)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from flashdelta.problem.split import SplitCosts
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold
 from ..support.cases import BF16, FP32, Case, case_id
+from ..support.decays import EXPLICIT, OTHERS, explicit_call, moved
 from ..support.oracle import assert_close, chunked_truth, covered_tokens, relative_error, same_bits
-from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved
 from .checks import hopper_call, poisoned
 from .interpreter import hopper_on_cpu, interpreted
 

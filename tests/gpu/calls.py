@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TypeVar
@@ -87,6 +87,15 @@ def check_late(prepare: Callable[[torch.Tensor], Callable[[], list]], wanted: to
         run = prepare(given)
         write_late[(1,)](indices, late, 64, 2000, num_warps=1, launch_pdl=True)
         assert all(same_bits(x, y) for x, y in zip(run(), want, strict=True))
+
+
+def in_turn(cases: Sequence, *values: object, always: Sequence = ()) -> list[tuple]:
+    """Pairs of a case and a value: every case with those that are `always`, and with one of the others in turn."""
+    return [(case, value) for i, case in enumerate(cases) for value in (*always, values[i % len(values)])]
+
+
+def case_and_dtype(x: object) -> str:
+    return getattr(x, "name", str(x))
 
 
 def on_gpu(case: Case) -> Case:
@@ -246,6 +255,13 @@ def compilations() -> Iterator[list[str]]:
         triton.knobs.compilation.listener = before
 
 
+@contextlib.contextmanager
+def nothing_compiles() -> Iterator[None]:
+    with compilations() as names:
+        yield
+    assert names == []
+
+
 def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
     """A CUDA graph of a call that ran before, and the results that replays write."""
     run()
@@ -254,6 +270,27 @@ def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
     with torch.cuda.graph(graph):
         results = run()
     return graph, results
+
+
+def hold_replay(
+    run: Callable[[], torch.Tensor],
+    written: list[torch.Tensor],
+    change: Callable[[], None],
+    covered: slice = slice(None),
+) -> None:
+    """A graph has the bits of a plain call, in what is returned and `written`, when its tensors have changed in place.
+    `covered`: what counts of the second dimension of what is returned."""
+    graph, o = captured(run)
+    change()
+    before = [x.clone(memory_format=torch.preserve_format) for x in written]
+    graph.replay()
+    found = [x.clone() for x in (o, *written)]
+    for x, kept in zip(written, before):
+        x.copy_(kept)
+    want = run()
+    assert same_bits(found[0][:, covered], want[:, covered])
+    assert all(same_bits(x, y) for x, y in zip(found[1:], written))
+    assert not same_bits(before[0], written[0]) or not same_bits(before[-1], written[-1])
 
 
 def requested_bytes(run: Callable[[], tuple]) -> tuple[tuple, int, int]:

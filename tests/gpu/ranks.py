@@ -193,18 +193,27 @@ def by_context_of_fla(cut: Cut, group: dist.ProcessGroup) -> Found:
     return cut.run_by(build_cp_context(cut.call["cu_seqlens"], group=group), group)
 
 
-def every_case(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
-    """What the ranks find in each, and whether they do again, by either exchange."""
+def every_case(group: dist.ProcessGroup, backend: str, compiles: bool = False) -> dict[str, object]:
+    """What the ranks find in each, and in which other ways they find other bits: again, by either exchange, with what the
+    forward keeps, by FLA's context, compiled."""
     found: dict[str, object] = {}
+    compiled = torch.compile(lambda **call: fd.chunk_kda(**call), fullgraph=True)
     for name, case in CASES.items():
         cut = cut_of(case, group.size(), backend)
-        runs = [cut.run(group) for _ in range(3)]  # the third replays
-        found[name] = on_host(runs[0])
-        found[f"{name} repeats"] = all(same_bits(x, run[key]) for run in runs for key, x in runs[0].items())
-        found[f"{name} kept"] = on_host(cut.run(group, disable_recompute=True))
-        ways = [replace(cut, exchange=way).run(group) for way in WAYS]
-        found[f"{name} ways"] = all(same_bits(x, run[key]) for run in ways for key, x in runs[0].items())
-    found["context of FLA"] = on_host(by_context_of_fla(cut_of(CASES["fla"], group.size(), backend), group))
+        first = cut.run(group)
+        others = {"again": cut.run(group), "replayed": cut.run(group), "kept": cut.run(group, disable_recompute=True)}
+        others |= {way: replace(cut, exchange=way).run(group) for way in WAYS}
+        if name == "fla":
+            others["by FLA's context"] = by_context_of_fla(cut, group)
+        if compiles and name == "packed":
+            local = cut.local(context_parallel(cut.call["cu_seqlens"], group=group))
+            others["compiled"] = results_of(dict(local), None, compiled)
+            others["compiled backward"] = results_of(local, cut.gradients(group.rank()), compiled)
+        found[name] = on_host(first)
+        found[f"{name} otherwise"] = [
+            way for way, run in others.items() if not run or not all(same_bits(x, first[key]) for key, x in run.items())
+        ]
+        assert others["again"].keys() == first.keys() == others.get("compiled backward", first).keys()
     return found
 
 
@@ -247,19 +256,13 @@ def work_of_more(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
 
 
 def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
-    ranks, found = group.size(), every_case(group, backend)
+    found = every_case(group, backend, compiles=True) | by_either_way(group, backend)
     found["many tokens"] = of_many_tokens(group, backend)
-    found |= by_either_way(group, backend)
-    cut = cut_of(CASES["packed"], ranks, backend)
-    context = context_parallel(cut.call["cu_seqlens"], group=group)
-    found["way"] = context.exchange
-    compiled = torch.compile(lambda **call: fd.chunk_kda(**call), fullgraph=True)
-    found["compiled"] = on_host(results_of(cut.local(context), None, compiled))
-    found["compiled backward"] = on_host(results_of(cut.local(context), cut.gradients(context.rank), compiled))
+    spoiled = cut_of(CASES["packed"], group.size(), backend)
+    found["way"] = context_parallel(spoiled.call["cu_seqlens"], group=group).exchange
     with first_configurations():
-        both = beside_fla(cut_of(CASES["fla"], ranks, backend), group)
+        both = beside_fla(cut_of(CASES["fla"], group.size(), backend), group)
     found["beside FLA"] = {name: on_host(x) for name, x in both.items()}
-    spoiled = cut_of(CASES["packed"], ranks, backend)
     for name in ("q", "k", "v", "g", "beta"):
         spoiled.call[name][:, 701:2701] = torch.nan
     found["nan"] = on_host(spoiled.run(group))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -20,8 +20,6 @@ from flashdelta.kernels.hopper import wy as hopper_wy
 from flashdelta.kernels.triton import decode as triton_decode
 from flashdelta.problem.operations import PRECISIONS
 
-from ..support.buffers import BY_NAME as BUFFERS
-from ..support.buffers import buffer_call
 from ..support.cases import BF16, BY_NAME, FP32, named
 from ..support.decoding import SINGLE_BF16, STEPS, make_step
 from ..support.decoding_checks import HOPPER_REPLAYED, REPLAYED, check_replay
@@ -31,7 +29,7 @@ from ..support.gradients import gradients, incoming
 from ..support.inputs import make_call
 from ..support.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
 from ..support.layer import gradients as layer_gradients
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..support.pools import BUFFERS_BY_NAME, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, as_recurrent_pool, pool_call
 from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.ranks import Cut, incoming_of
 from ..support.wy import WyCase, make_wy
@@ -44,6 +42,7 @@ CASES = [
     replace(KIMI, lengths=(17, 0, 64, 1), state=BF16, v_first=True),
 ]
 BAD_OFFSETS = [(3, 40, 70), (-4, 40, 70), (0, 50, 20, 70), (0, 20, 71), (0, 2**40, -(2**40), 2**62)]
+LYING = [{"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
 
 RACE_CASES = [
     *(replace(model, H=2, HV=2, T=T) for model in (KIMI, UNBOUNDED) for T in (70, 130)),
@@ -84,36 +83,12 @@ OVER_RANKS = [
 """Three ranks of a chunk each, with borders inside sequences; whether the forward keeps what the backward needs."""
 
 
-def decode_calls(backend: str, races: bool) -> list[dict]:
-    """Steps of `recurrent_kda`."""
-    steps = SINGLE_BF16 if backend == "hopper" else STEPS
-    return [make_step(step, BF16) for step in steps if not races or step.name in DECODE_RACES]
+Calls = Iterator[Callable[[], object]]
 
 
-def calls() -> list[dict]:
-    found = [make_call(case, BF16) for case in CASES] + [make_call(on_gpu(BY_NAME["packed"]), FP32)]
-    whole = make_call(replace(KIMI, T=70, h=True), BF16)
-    return found + [whole | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
-
-
-def race_calls() -> list[dict]:
-    found = [make_call(case, BF16) for case in RACE_CASES]
-    return found + [make_call(case, BF16) | {"split": 2} for case in (RACE_CASES[1], RACE_CASES[-1])]
-
-
-def pool_calls() -> list[dict]:
-    pools = [replace(pool_case, case=on_gpu(pool_case.case)) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS]
-    return [pool_call(pool_case, BF16) for pool_case in pools]
-
-
-def with_splits(found: list[dict]) -> list[dict]:
-    return found + [call | {"split": 3} for call in found if call.get("cu_seqlens") is not None]
-
-
-def takes_steps(call: dict) -> bool:
-    """Of 32 tokens."""
-    bounded = call.get("lower_bound") is not None
-    return call["g"].dtype == BF16 and (call["q"].shape[-1] == 128 or bounded) and not call.get("split")
+def of(op: Callable, calls: Iterable[dict], backend: str) -> Calls:
+    for call in calls:
+        yield functools.partial(op, **on_device(call), backend=backend)
 
 
 def on_device(call: dict) -> dict:
@@ -121,25 +96,146 @@ def on_device(call: dict) -> dict:
     return {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
 
 
-def run_backward(backend: str, races: bool) -> int:
-    """The number of calls that ran. Offsets that lie are among them, but not where only races are looked for."""
-    calls = []
+def forwards(found: list[dict], backend: str, races: bool) -> Calls:
+    """By chunks, with Hopper's in steps too, and token by token."""
+    yield from of(fd.chunk_kda, found, backend)
+    if backend == "hopper":
+        for run in of(fd.chunk_kda, filter(takes_steps, found), backend):
+            yield functools.partial(by_steps, run)
+    if not races:
+        tokens = [as_recurrent_pool(call) for call in found if "checkpoint_states" not in call]
+        yield from of(fd.fused_recurrent_kda, tokens, backend)
+
+
+def by_steps(run: Callable[[], object]) -> None:
+    with in_steps():
+        run()
+
+
+def takes_steps(call: dict) -> bool:
+    """Of 32 tokens."""
+    bounded = call.get("lower_bound") is not None
+    return (
+        call["g"].dtype == BF16
+        and (call["q"].shape[-1] == 128 or bounded)
+        and call.get("split") in (None, False, "auto")
+    )
+
+
+def with_splits(found: list[dict]) -> list[dict]:
+    return found + [call | {"split": 3} for call in found if call.get("cu_seqlens") is not None]
+
+
+def chunk(backend: str, races: bool) -> Calls:
+    if races:
+        found = [make_call(case, BF16) for case in RACE_CASES]
+        found += [make_call(case, BF16) | {"split": 2} for case in (RACE_CASES[1], RACE_CASES[-1])]
+    else:
+        found = [make_call(case, BF16) for case in CASES] + [make_call(on_gpu(BY_NAME["packed"]), FP32)]
+        whole = make_call(replace(KIMI, T=70, h=True), BF16)
+        found = with_splits(found + [whole | lying for lying in LYING])
+    return forwards(found, backend, races)
+
+
+def gpu_pool(pool_case: PoolCase) -> dict:
+    return pool_call(replace(pool_case, case=on_gpu(pool_case.case)), BF16)
+
+
+def pool(backend: str, races: bool) -> Calls:
+    found = [] if races else with_splits([gpu_pool(x) for x in PLAIN_POOLS + CHECKPOINT_POOLS])
+    return forwards(found, backend, races)
+
+
+def buffers(backend: str, races: bool) -> Calls:
+    """Checkpoints and final states into buffers of the caller's."""
+    found = [gpu_pool(BUFFERS_BY_NAME[name]) for name in (CHECKPOINT_RACES if races else CHECKPOINTS)]
+    return forwards(found, backend, races)
+
+
+def prefill(backend: str, races: bool) -> Calls:
+    cases = [replace(PLAIN, T=T) for T in ((70,) if races else (1, 33, 70))]
+    found = [prefill_call(sized(case, size)) for case in cases for size in (SIZES[0], SIZES[-1])]
+    calls = [call | {"precision": precision} for call in found for precision in PRECISIONS]
+    return of(fd.kda_prefill, calls if backend == "triton" else [], backend)
+
+
+def few_are(count: int) -> None:
+    """Up to how many sequences a step takes the launch parameters for few."""
+    triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = count
+
+
+def decode(backend: str, races: bool) -> Calls:
+    """With the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone."""
+    steps = SINGLE_BF16 if backend == "hopper" else STEPS
+    chosen = [step for step in steps if not races or step.name in DECODE_RACES]
+    for few in (0,) if backend == "hopper" else (triton_decode.DECODE_FEW, 0):
+        few_are(few)
+        yield from of(fd.recurrent_kda, [make_step(step, BF16) for step in chosen], backend)
+
+
+def replay(backend: str, races: bool) -> Calls:
+    few_are(0)
+    steps, names = (HOPPER_REPLAYED, HOPPER_REPLAY_RACES) if backend == "hopper" else (REPLAYED, REPLAY_RACES)
+    for step in (step for step in steps if not races or step.name in names):
+        check = functools.partial(check_replay, step, BF16, backend, "cuda")
+        yield check
+        if backend == "hopper" and step.state == BF16 and step.V == 128:
+            yield functools.partial(by_whole_heads, check)
+
+
+def by_whole_heads(check: Callable[[], object]) -> None:
+    with whole_heads():
+        check()
+
+
+def fused(backend: str, races: bool) -> Calls:
+    few_are(0)
+    steps = HOPPER_FUSED[-6:] if backend == "hopper" else FUSED_STEPS
+    chosen = [step for step in steps if not races or backend == "hopper" or step.name in FUSED_RACES]
+    return of(fd.fused_kda_decode, [make_fused(step, BF16) for step in chosen], backend)
+
+
+def backward(backend: str, races: bool) -> Calls:
+    """Offsets that lie are among them, but not where only races are looked for."""
     for case in RACE_CASES if races else CASES:
         call = make_call(replace(case, h=False), BF16) | {"backend": backend}
-        grads = incoming(call)
-        calls.append(functools.partial(gradients, on_device(call), *(x.cuda() for x in grads)))
+        yield functools.partial(gradients, on_device(call), *(x.cuda() for x in incoming(call)))
     steps = [make_wy(case, BF16) for case in WY_CASES]
     if races and backend == "triton":  # in float32 lanes have one product of a sum
         steps[0] = make_wy(WY_CASES[0], FP32)
-    if not races:
-        steps += [steps[1] | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
-    calls += [functools.partial(fd.kernels.chunk_bwd_wy_dqkg, **on_device(call), backend=backend) for call in steps]
+    steps += [] if races else [steps[1] | lying for lying in LYING]
     hopper_wy.sm_count = lambda device: 1  # so that a CTA of `wy` takes several work tiles
-    return sum(attempt(call, backend) for call in calls)
+    yield from of(fd.kernels.chunk_bwd_wy_dqkg, steps, backend)
+
+
+def layer(backend: str, races: bool) -> Calls:
+    """Norms and convolutions, forward and, where nothing is stored by index, backward. Offsets that lie are among them."""
+    norms = [make_norm(NORM_BY_NAME[name], BF16) for name in NORMS if not races or name in LAYER_RACES]
+    names = [name for name in CONVOLUTIONS if not races or name in LAYER_RACES]
+    convolutions = [make_convolution(CONVOLUTION_BY_NAME[name], BF16) for name in names]
+    packed = make_convolution(CONVOLUTION_BY_NAME["packed_new"], BF16)
+    convolutions += [] if races else [packed | lying for lying in LYING]
+    for op, found in ((fd.gated_rms_norm, norms), (fd.short_convolution, convolutions)):
+        calls = found if backend == "triton" else []  # which alone has them
+        yield from of(op, calls, backend)
+        for call in (x for x in calls if not {"state_pool", "checkpoint_states"} & x.keys()):
+            yield functools.partial(layer_gradients, functools.partial(op, backend=backend), on_device(call))
+
+
+def ranks(backend: str, races: bool) -> Calls:
+    """Sequences over virtual ranks, forward and backward."""
+    for case, kept in OVER_RANKS[:1] if races else OVER_RANKS:
+        call = on_device(make_call(case, BF16)) | {"output_final_state": True, "backend": backend}
+        yield functools.partial(Cut(call, 3, incoming_of(call)).over_ranks, disable_recompute=kept)
+
+
+PARTS: dict[str, Callable[[str, bool], Calls]] = {
+    x.__name__: x for x in (chunk, pool, prefill, decode, replay, fused, backward, layer, buffers, ranks)
+}
 
 
 def attempt(call: Callable[[], object], backend: str) -> int:
-    """1, or 0 where Hopper's declines it."""
+    """Returns 1, or 0 where Hopper's declines the call."""
     try:
         call()
     except ValueError:
@@ -149,136 +245,6 @@ def attempt(call: Callable[[], object], backend: str) -> int:
     return 1
 
 
-def run_layer(backend: str, races: bool) -> int:
-    """Norms and convolutions, forward and, where nothing is stored by index, backward. Offsets that lie are among them."""
-    if backend != "triton":  # which alone has them
-        return 0
-    norms = [make_norm(NORM_BY_NAME[name], BF16) for name in NORMS if not races or name in LAYER_RACES]
-    names = [name for name in CONVOLUTIONS if not races or name in LAYER_RACES]
-    convolutions = [make_convolution(CONVOLUTION_BY_NAME[name], BF16) for name in names]
-    packed = make_convolution(CONVOLUTION_BY_NAME["packed_new"], BF16)
-    lying = [] if races else [packed | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
-    ran = 0
-    for op, found in ((fd.gated_rms_norm, norms), (fd.short_convolution, convolutions)):
-        for call in map(on_device, found):
-            ran += run(op, call, backend)
-            if not {"state_pool", "checkpoint_states"} & call.keys():
-                layer_gradients(functools.partial(op, backend=backend), call)
-                ran += 1
-    return ran + sum(run(fd.short_convolution, on_device(call), backend) for call in lying)
-
-
-def run_buffers(backend: str, races: bool) -> int:
-    """Checkpoints and final states into buffers of the caller's."""
-    cases = [BUFFERS[name] for name in (CHECKPOINT_RACES if races else CHECKPOINTS)]
-    calls = [on_device(buffer_call(replace(case, case=on_gpu(case.case)), BF16)) for case in cases]
-    ran = sum(run(fd.chunk_kda, call, backend) for call in calls)
-    with in_steps():
-        return ran + sum(
-            run(fd.chunk_kda, call, backend) for call in calls if backend == "hopper" and takes_steps(call)
-        )
-
-
-def run_ranks(backend: str, races: bool) -> int:
-    """Sequences over virtual ranks, forward and backward."""
-    ran = 0
-    for case, kept in OVER_RANKS[:1] if races else OVER_RANKS:
-        call = on_device(make_call(case, BF16)) | {"output_final_state": True, "backend": backend}
-        cut = Cut(call, 3, incoming_of(call))
-        ran += attempt(functools.partial(cut.over_ranks, disable_recompute=kept), backend)
-    return ran
-
-
-def prefill_calls(races: bool) -> list[dict]:
-    """Of `kda_prefill`."""
-    lengths = (70,) if races else (1, 33, 70)
-    found = [prefill_call(sized(replace(PLAIN, T=T), size)) for size in (SIZES[0], SIZES[-1]) for T in lengths]
-    return [call | {"precision": precision} for call in found for precision in PRECISIONS]
-
-
-def run(op, call: dict, backend: str) -> int:
-    """The number of calls that ran: 0 if the backend declines, which the portable one may not."""
-    verdicts = {v.backend: v for v in fd.explain(op, **call).verdicts}
-    if backend != "triton" and not verdicts[backend].supported:
-        return 0
-    op(**call, backend=backend)
-    return 1
-
-
-def run_calls(found: list[dict], backend: str, races: bool) -> int:
-    ran = 0
-    for call in map(on_device, found):
-        ran += run(fd.chunk_kda, call, backend)
-        if not races:
-            ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
-    with in_steps():
-        for call in map(on_device, filter(takes_steps, found) if backend == "hopper" else ()):
-            ran += run(fd.chunk_kda, call, backend)
-    return ran
-
-
-def run_chunk(backend: str, races: bool) -> int:
-    return run_calls(race_calls() if races else with_splits(calls()), backend, races)
-
-
-def run_pool(backend: str, races: bool) -> int:
-    return 0 if races else run_calls(with_splits(pool_calls()), backend, races)
-
-
-def run_prefill(backend: str, races: bool) -> int:
-    found = prefill_calls(races) if backend == "triton" else []
-    return sum(run(fd.kda_prefill, on_device(call), backend) for call in found)
-
-
-def few_are(count: int) -> None:
-    """Up to how many sequences a step takes the launch parameters for few."""
-    triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = count
-
-
-def run_decode(backend: str, races: bool) -> int:
-    """With the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone."""
-    ran = 0
-    for few in (0,) if backend == "hopper" else (triton_decode.DECODE_FEW, 0):
-        few_are(few)
-        ran += sum(run(fd.recurrent_kda, on_device(call), backend) for call in decode_calls(backend, races))
-    return ran
-
-
-def run_replay(backend: str, races: bool) -> int:
-    few_are(0)
-    steps, names = (HOPPER_REPLAYED, HOPPER_REPLAY_RACES) if backend == "hopper" else (REPLAYED, REPLAY_RACES)
-    chosen = [step for step in steps if not races or step.name in names]
-    for step in chosen:
-        check_replay(step, BF16, backend, "cuda")
-    heads = [step for step in chosen if backend == "hopper" and step.state == BF16 and step.V == 128]
-    with whole_heads():
-        for step in heads:
-            check_replay(step, BF16, backend, "cuda")
-    return len(chosen) + len(heads)
-
-
-def run_fused(backend: str, races: bool) -> int:
-    few_are(0)
-    steps = HOPPER_FUSED[-6:] if backend == "hopper" else FUSED_STEPS
-    chosen = [step for step in steps if not races or backend == "hopper" or step.name in FUSED_RACES]
-    return sum(run(fd.fused_kda_decode, on_device(make_fused(step, BF16)), backend) for step in chosen)
-
-
-PARTS = {
-    "chunk": run_chunk,
-    "pool": run_pool,
-    "prefill": run_prefill,
-    "decode": run_decode,
-    "replay": run_replay,
-    "fused": run_fused,
-    "backward": run_backward,
-    "layer": run_layer,
-    "buffers": run_buffers,
-    "ranks": run_ranks,
-}
-"""Each returns how many calls ran."""
-
-
 def main() -> None:
     backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
     words = sys.argv[2:]
@@ -286,7 +252,7 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"got {' '.join(sorted(unknown))}, wanted races or parts: {' '.join(PARTS)}")
     parts = [name for name in PARTS if name in words] or list(PARTS)
-    ran = sum(PARTS[name](backend, "races" in words) for name in parts)
+    ran = sum(attempt(call, backend) for name in parts for call in PARTS[name](backend, "races" in words))
     torch.cuda.synchronize()
     print(f"{ran} calls")
 

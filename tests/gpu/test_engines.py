@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +18,10 @@ from flashdelta.integrations import _vllm
 
 from ..support.cases import BF16, FP32
 from ..support.engine_kernels import ENVIRONMENT, STEP, own_functions
-from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_sequence
+from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_sequence, exact_steps
 from ..support.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 from ..support.serving import serve, serve_steps
-from .calls import captured, compilations
+from .calls import hold_replay, nothing_compiles
 
 pytestmark = pytest.mark.gpu
 
@@ -61,13 +59,13 @@ def test_rounds_with_states_in_bfloat16(name: str, heads: int):
 
 @every_layer
 @pytest.mark.parametrize("kind", ("decode", "verify"))
+@pytest.mark.parametrize("order", ((9, 20, 0, 5, 31, 0, 0, 0), (3, 2, 1, 4, 5, 6, 7, 0)), ids=("few", "many"))
 @torch.inference_mode()
-def test_graphs_take_other_slots_and_tokens(name: str, kind: str):
-    """To the bits of plain calls; with padded sequences, and fewer tokens than there is room for."""
-    model = Model(4, 128)
+def test_graphs_take_other_slots_and_tokens(name: str, kind: str, order: tuple[int, ...]):
+    """With padded sequences, and fewer tokens than there is room for."""
+    model, per = Model(4, 128), 1 if kind == "decode" else 3
     layer, pool = LAYERS[name](model), model.pool(40)
-    tokens = 8 if kind == "decode" else 24
-    batch = Batch(model, model.tokens(tokens), [1] * 8 if kind == "decode" else [3] * 8)
+    batch = Batch(model, model.tokens(8 * per), [per] * 8)
     slots, accepted = model.index(range(1, 9)), model.index([1] * 8)
     table = model.index(range(1, 33)).view(8, 4)[:, :3]
     buffer = pool.new_zeros(8, 3, *pool.shape[1:])
@@ -79,62 +77,38 @@ def test_graphs_take_other_slots_and_tokens(name: str, kind: str):
             return layer.verify_read_only(batch, pool, slots, buffer, 3)
         return layer.verify(batch, pool, table, accepted)
 
-    graph, o = captured(run)
-    null = layer.null
-    for order in ((9, 20, null, 5, 31, null, null, null), (3, 2, 1, 4, 5, 6, 7, null)):
-        slots.copy_(model.index(order))
-        rows = model.index(range(1, 25)).view(8, 3)
-        table.copy_(torch.where(slots[:, None] > 0, rows, 0))
+    def change() -> None:
+        slots.copy_(model.index([slot or layer.null for slot in order]))
+        table.copy_(torch.where(slots[:, None] > 0, model.index(range(1, 25)).view(8, 3), 0))
         accepted.copy_(model.index([1, 3, 1, 2, 1, 1, 2, 1]))
-        batch.rows.copy_(model.tokens(tokens))
+        batch.rows.copy_(model.tokens(8 * per))
         if kind == "verify":
             batch.offsets.copy_(model.index([0, 3, 5, 5, 8, 9, 9, 9, 9]))
-        before = pool.clone()
-        graph.replay()
-        found = (o.clone(), pool.clone(), buffer.clone())
-        pool.copy_(before)
-        want = (run(), pool, buffer)
-        covered = slice(0, 9 if kind == "verify" else 8)
-        assert same_bits(found[0][:, covered], want[0][:, covered])
-        assert same_bits(found[1], want[1]) and same_bits(found[2], want[2])
+
+    hold_replay(run, [pool, buffer], change, slice(0, 9 if kind == "verify" else 8))
 
 
 @torch.inference_mode()
 def test_graph_of_sglangs_extension():
-    """One that is captured for a number of tokens, and replayed for fewer, with tracked states."""
+    """Captured for a number of tokens, and replayed for fewer, with tracked states."""
     model = Model(4, 128)
     layer, pool = LAYERS["SGLang"](model), model.pool(8)
     batch = Batch(model, model.tokens(300), [100, 100, 0, 0])
     slots, chunks = model.index([1, 2, -1, -1]), model.index([1, -1, -1, -1])
     snapshot = pool.new_zeros(4, *pool.shape[1:])
+    tokens = [getattr(batch, x) for x in ("q", "k", "v", "g", "beta")]
+    states = {"ssm_states": pool, "cache_indices": slots, "track_state": snapshot, "track_chunk_idx": chunks}
+    options = {**layer.gate, "beta_is_raw": True, "return_intermediate_states": False}
 
-    def run() -> Tensor:
-        return layer.call.extend(
-            None,
-            *(getattr(batch, x) for x in ("q", "k", "v", "g", "beta")),
-            ssm_states=pool,
-            cache_indices=slots,
-            query_start_loc=batch.offsets,
-            **layer.gate,
-            beta_is_raw=True,
-            return_intermediate_states=False,
-            track_state=snapshot,
-            track_chunk_idx=chunks,
-        )
+    def change() -> None:
+        batch.rows.copy_(model.tokens(300))
+        batch.offsets.copy_(model.index([0, 130, 150, 290, 290]))
+        slots.copy_(model.index([5, 3, 4, -1]))
+        chunks.copy_(model.index([2, -1, 1, -1]))
 
-    graph, o = captured(run)
-    batch.rows.copy_(model.tokens(300))
-    batch.offsets.copy_(model.index([0, 130, 150, 290, 290]))
-    slots.copy_(model.index([5, 3, 4, -1]))
-    chunks.copy_(model.index([2, -1, 1, -1]))
-    before = pool.clone()
-    graph.replay()
-    found = o[:, :290].clone(), pool.clone(), snapshot.clone()
-    pool.copy_(before)
-    snapshot.zero_()
-    want = run()[:, :290], pool, snapshot
-    assert all(same_bits(x, y) for x, y in zip(found[:2], want[:2]))
-    assert same_bits(found[2][0], want[2][0]) and same_bits(found[2][2], want[2][2])
+    run = functools.partial(layer.call.extend, None, *tokens, **states, **options, query_start_loc=batch.offsets)
+    # what is not tracked may hold anything
+    hold_replay(run, [pool, snapshot[0], snapshot[2]], change, slice(0, 290))
 
 
 # ---- beside the engines' own kernels -----------------------------------------------------------------------------------------
@@ -196,34 +170,29 @@ def test_prefill_beside_theirs(name: str, heads: int, kind: str):
 @torch.inference_mode()
 def test_decode_and_verify_beside_theirs(name: str, heads: int, state: torch.dtype):
     """Outputs and states after each token, be they in the pool or in SGLang's buffer."""
-    model = Model(heads, 128, state=state)
-    count, drafts = 40, 3
-    rows = model.tokens(count * (1 + drafts))
-    first = rows.view(count, 1 + drafts, -1)[:, 0].contiguous()
-    start = model.pool(count * (1 + drafts) + 1)
-    exact = Model(heads, 128, dtype=torch.float64, state=torch.float64)
-    exact.A_log, exact.dt_bias = (x.double() for x in (model.A_log, model.dt_bias))
-    table = model.index(range(1, count * (1 + drafts) + 1)).view(count, 1 + drafts)
-    results: dict[str, list[Tensor]] = {x: [] for x in ("decode", "decoded states", "verify", "states of drafts")}
-    for layer, m, tokens in (*((x, model, BF16) for x in pair(name, model)), (reference(name, exact), exact, None)):
-        pool = start.clone() if tokens else start.double()
-        one = first.clone() if tokens else first.double()
-        results["decode"].append(layer.decode(Batch(m, one, [1] * count), pool, table[:, 0].contiguous())[0])
-        results["decoded states"].append(pool[table[:, 0].long()])
+    model, count, per = Model(heads, 128, state=state), 40, 4
+    rows, start = model.tokens(count * per), model.pool(count * per + 1)
+    table = model.index(range(1, count * per + 1)).view(count, per)
+    slots = table[:, 0].contiguous()
+    o, states = exact_steps(model, rows, start[slots.long()], per)
+    exact = {"decode": o[:, 0], "decoded states": states[:, 0], "verify": o.flatten(0, 1), "states of drafts": states}
+    found = []
+    for layer in pair(name, model):
+        pool = start.clone()
+        first = Batch(model, rows.view(count, per, -1)[:, 0].contiguous(), [1] * count)
+        results = {"decode": layer.decode(first, pool, slots)[0], "decoded states": pool[slots.long()]}
         pool.copy_(start)
-        all_rows = rows.clone() if tokens else rows.double()
-        batch = Batch(m, all_rows, [1 + drafts] * count)
+        batch = Batch(model, rows.clone(), [per] * count)
         if isinstance(layer, SGLang):
-            buffer = pool.new_zeros(count, 1 + drafts, *pool.shape[1:])
-            out = layer.verify_read_only(batch, pool, table[:, 0].contiguous(), buffer, 1 + drafts)
-            assert torch.equal(pool, start.to(pool.dtype))
+            buffer = pool.new_zeros(count, per, *pool.shape[1:])
+            results["verify"] = layer.verify_read_only(batch, pool, slots, buffer, per)[0]
+            assert torch.equal(pool, start)
         else:
-            out = layer.verify(batch, pool, table, model.index([1] * count))
+            results["verify"] = layer.verify(batch, pool, table, model.index([1] * count))[0]
             buffer = pool[table.long()]
-        results["verify"].append(out[0])
-        results["states of drafts"].append(buffer)
-    for what, (ours, theirs, want) in results.items():
-        hold(ours, theirs, want, f"{name}, {heads} heads, {what}", ALLOWED_OF_FEW)
+        found.append(results | {"states of drafts": buffer})
+    for what, want in exact.items():
+        hold(found[0][what], found[1][what], want, f"{name}, {heads} heads, {what}", ALLOWED_OF_FEW)
 
 
 STEPS = pytest.mark.parametrize("drafts", (0, 3), ids=("decode", "verify"))
@@ -275,22 +244,17 @@ def test_graphs_of_a_whole_step(drafts: int, by_channel: bool):
     def run() -> Tensor:
         return step.fused(batch, z, pool, windows, slots, accepted if drafts else None)
 
-    graph, o = captured(run)
-    order = model.index([9, 20, 0, 5, 31, 0, 0, 0])
-    slots.copy_(torch.where(order[:, None] > 0, table.flip(0), 0) if drafts else order)
-    batch.rows.copy_(model.tokens(8 * per))
-    if drafts:
-        batch.offsets.copy_(model.index([0, 3, 5, 6, 8, 12, 12, 12, 12]))
-        accepted.copy_(model.index([1, 3, 1, 2, 4, 1, 1, 1]))
-    before = pool.clone(), windows.clone(memory_format=torch.preserve_format)
-    graph.replay()
-    found = o.clone(), pool.clone(), windows.clone()
-    pool.copy_(before[0])
-    windows.copy_(before[1])
-    want, covered = run(), slice(0, 12 if drafts else 8)
-    assert same_bits(found[0][:, covered], want[:, covered])
-    assert same_bits(found[1], pool) and same_bits(found[2], windows)
-    assert not same_bits(pool, before[0]) and same_bits(pool[0], before[0][0]) and same_bits(windows[0], before[1][0])
+    def change() -> None:
+        order = model.index([9, 20, 0, 5, 31, 0, 0, 0])
+        slots.copy_(torch.where(order[:, None] > 0, table.flip(0), 0) if drafts else order)
+        batch.rows.copy_(model.tokens(8 * per))
+        if drafts:
+            batch.offsets.copy_(model.index([0, 3, 5, 6, 8, 12, 12, 12, 12]))
+            accepted.copy_(model.index([1, 3, 1, 2, 4, 1, 1, 1]))
+
+    reserved = pool[0].clone(), windows[0].clone()
+    hold_replay(run, [pool, windows], change, slice(0, 12 if drafts else 8))
+    assert same_bits(pool[0], reserved[0]) and same_bits(windows[0], reserved[1])
 
 
 @pytest.mark.long
@@ -313,7 +277,7 @@ def test_a_layer_that_is_built_compiles_its_steps(state: torch.dtype, by_channel
     limits = SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8)
     _vllm.built_k3(lambda **call: None, {"self": layer, "vllm_config": SimpleNamespace(scheduler_config=limits)})
     pool, windows = model.pool(200), step.windows(200)
-    with compilations() as names:
+    with nothing_compiles():
         for count in (1, 3, 60):
             slots = model.index(range(1, 3 * count + 1)).view(3, count)
             step.fused(Batch(model, model.tokens(count), [1] * count), step.output_gate(count), pool, windows, slots[0])
@@ -321,24 +285,3 @@ def test_a_layer_that_is_built_compiles_its_steps(state: torch.dtype, by_channel
             batch, table = Batch(model, model.tokens(4 * count), [4] * count), model.index(range(1, 4 * count + 1))
             accepted = model.index([1] * count)
             step.fused(batch, step.output_gate(4 * count), pool, windows, table.view(count, 4), accepted)
-    assert not names
-
-
-def reference(name: str, model: Model) -> KimiLinear:
-    """The same calls in float64, which only our reference runs: by the adapters, asked nothing."""
-    layer = LAYERS["SGLang" if name == "SGLang" else "Kimi-Linear"](model)
-    for replacement in vars(layer.call).values():
-        replacement.adapter = exactly(replacement.adapter)
-    return layer
-
-
-def exactly(adapter: Callable) -> Callable:
-    from flashdelta.integrations import _sglang, _vllm
-
-    def run(theirs: Any, call: dict) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (_vllm, _sglang):
-                patch.setattr(module, "runs", lambda op, call: True)
-            return adapter(theirs, call)
-
-    return run

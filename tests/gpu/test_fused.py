@@ -10,16 +10,15 @@ import torch
 
 import flashdelta as fd
 
+from ..support.cases import BF16, FP16, FP32, case_id
 from ..support.fused import FUSED_STEPS, FusedStep, make_fused
 from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused
 from ..support.oracle import TOLERANCE, assert_close, same_bits
 from ..support.pools import copied as laid_out_alike
-from .calls import check_late, overlapping
+from .calls import case_and_dtype, check_late, in_turn, overlapping
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BF16 = torch.bfloat16
 K128 = {"K": 128, "V": 128, "slots": 40}
 MODEL = FusedStep("heads_12", "a model's heads", H=12, HV=12, B=3, bias=True, **K128)
 GVA8 = FusedStep(
@@ -45,19 +44,17 @@ FUSED = [
 BY_NAME = {step.name: step for step in FUSED}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("step", FUSED, ids=lambda step: step.name)
+@pytest.mark.parametrize(("step", "dtype"), in_turn(FUSED, FP32, FP16, always=[BF16]), ids=case_and_dtype)
 def test_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype, backend: str):
     check_fused(step, dtype, backend, "cuda")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("step", HOPPER_FUSED, ids=lambda step: step.name)
+@pytest.mark.parametrize(("step", "dtype"), in_turn(HOPPER_FUSED, FP32, FP16, always=[BF16]), ids=case_and_dtype)
 def test_kernel_for_hopper_is_the_loop(step: FusedStep, dtype: torch.dtype, other_backend: str):
     check_fused(step, dtype, other_backend, "cuda")
 
 
-@pytest.mark.parametrize("step", HOPPER_FUSED, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", HOPPER_FUSED, ids=case_id)
 def test_portable_kernel_is_the_loop_in_steps_for_hopper(step: FusedStep):
     """In bfloat16 alone: other dtypes of it are tested above, and each costs a compilation."""
     check_fused(step, BF16, "triton", "cuda")
@@ -113,6 +110,6 @@ def test_indices_that_the_kernel_before_writes_late(name: str, before: int, back
     check_late(prepare, call["state_indices"].clone(), before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 def test_rounds_of_speculation_are_steps_one_by_one(dtype: torch.dtype):
     check_rounds_of_fused(20, dtype, "triton", "cuda")

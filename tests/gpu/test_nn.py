@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from flashdelta.tools.cli.demo import load_demo_model
 
 from ..support.layers import check_joining, check_packed, check_pool, make_layer, rows
 from ..support.oracle import assert_close, relative_error
-from .calls import CALLS_TO_A_REPLAY, captured
+from .calls import hold_replay
 
 pytestmark = pytest.mark.gpu
 
@@ -76,21 +74,15 @@ def test_flas_layer_computes_the_same(gate: str, tokens: int):
 @torch.no_grad()
 def test_a_graph_of_a_step_serves_other_slots():
     layer = make_layer(BF16, "cuda", **SIZES)
-    pool, other = layer.make_pool(8), layer.make_pool(8)
-    x, slots = rows(4, 1, dtype=BF16, device="cuda"), torch.tensor([1, 4, 2, -1], device="cuda")
-    step = partial(layer, x, pool=pool, slots=slots)
-    for _ in range(CALLS_TO_A_REPLAY):
-        step()
-    graph, (y, _) = captured(step)
-    for tensors in (pool, other):
-        tensors.conv.normal_(generator=torch.Generator("cuda").manual_seed(0))
-        tensors.state.normal_(generator=torch.Generator("cuda").manual_seed(1))
-    slots.copy_(torch.tensor([7, -1, 0, 3]))
-    x.normal_()
-    graph.replay()
-    want, _ = layer(x, pool=other, slots=slots)
-    assert torch.equal(y, want)
-    assert torch.equal(pool.state, other.state) and torch.equal(pool.conv, other.conv)
+    pool, x = layer.make_pool(8), rows(4, 1, dtype=BF16, device="cuda")
+    slots = torch.tensor([1, 4, 2, -1], device="cuda")
+
+    def change() -> None:
+        for tensor in (pool.conv, pool.state, x):
+            tensor.normal_()
+        slots.copy_(torch.tensor([7, -1, 0, 3]))
+
+    hold_replay(lambda: layer(x, pool=pool, slots=slots)[0], [pool.conv, pool.state], change)
 
 
 def test_compiled_and_checkpointed_training_is_eager_training():

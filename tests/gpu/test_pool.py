@@ -1,4 +1,5 @@
-"""State pools on the GPU: bits, truth, warmup, and pools past 2^31 elements."""
+"""States in tensors of the caller's on the GPU: slots of pools, buffers of checkpoints and final states. Bits, truth, warmup,
+and pools past 2^31 elements."""
 
 from __future__ import annotations
 
@@ -9,41 +10,67 @@ import torch
 
 import flashdelta as fd
 
-from ..support.cases import BF16, FP32
+from ..support.cases import BF16, FP16, FP32, Case
 from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import assert_close, one_rounding, same_bits, tolerance_of
+from ..support.oracle import as_recurrent, assert_close, one_rounding, same_bits
 from ..support.pools import (
+    BUFFERS,
+    BUFFERS_BY_NAME,
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
+    SPLITS,
     PoolCase,
     as_recurrent_pool,
+    buffered,
+    by_pieces,
     copied,
     gathered_and_scattered,
     hold_pool,
-    piece_by_piece,
     pool_call,
     pool_id,
+    pooled,
 )
-from .calls import KIMI, UNBOUNDED, compilations, on_gpu, requested_bytes
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, nothing_compiles, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu
 
-PREFILL = PoolCase(
-    name="prefill",
-    why="a mixed batch as an engine sends it",
-    case=replace(KIMI, lengths=(200, 0, 1, 130, 64), state=FP32, v_first=True),
-    indices=(4, 7, -1, 0, 5),
+LENGTHS = (200, 0, 1, 130, 64)
+PREFILL = pooled(
+    "prefill",
+    "a mixed batch as an engine sends it",
+    replace(KIMI, lengths=LENGTHS, state=FP32, v_first=True),
+    (4, 7, -1, 0, 5),
     flags=(True, True, True, False, True),
     marks=((64, 144), (0, 0), (0, 0), (128, 0), (64, 0)),
-    mark_slots=((1, 2), (0, 0), (0, 0), (3, 0), (6, 0)),
+    mark_rows=((1, 2), (0, 0), (0, 0), (3, 0), (6, 0)),
     slots=9,
     gap=256,
     index_dtype=torch.int32,
 )
 MODELS = [
     PREFILL,
-    replace(PREFILL, name="unbounded", case=replace(UNBOUNDED, lengths=PREFILL.case.lengths, state=FP32)),
+    replace(PREFILL, name="unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, state=FP32)),
 ]
+BUFFERED = buffered(
+    "prefill_buffers",
+    PREFILL.why,
+    replace(PREFILL.case, final=False),
+    marks=PREFILL.marks,
+    mark_rows=((1, 2), (0, 0), (0, 0), (3, 0), (5, 0)),
+    gap=256,
+    states=BF16,
+    final=FP32,
+    index_dtype=torch.int32,
+)
+BUFFER_MODELS = [
+    BUFFERED,
+    replace(BUFFERED, name="prefill_every", marks=None, mark_rows=None, every=64, rows=9),
+    replace(BUFFERED, name="prefill_fp32", states=FP32, final=BF16, case=replace(BUFFERED.case, v_first=False)),
+    replace(BUFFERED, name="prefill_unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, final=False)),
+    replace(BUFFERS_BY_NAME["every_h"], name="many_heads", why="stream-K: a sequence's rows come from CTAs that share it",
+        case=replace(KIMI, H=96, HV=96, K=64, V=64, lengths=(300, 70, 200, 5), h=True, final=False, v_first=True),
+        every=64, rows=12),
+]  # fmt: skip
 
 
 def gpu_pool_call(op, pool_case: PoolCase, dtype: torch.dtype, backend: str, seed: int = 0) -> dict:
@@ -54,26 +81,33 @@ def gpu_pool_call(op, pool_case: PoolCase, dtype: torch.dtype, backend: str, see
 def nearly(got: torch.Tensor, want: torch.Tensor) -> bool:
     """Token by token only to the last bit, since there the compiler orders sums by how a state is aligned, and a state that is
     rounded every few tokens carries that on."""
-    known = want.isfinite()  # canaries around the slots are NaN
-    assert_close("", got[known], want[known], one_rounding(got.dtype))
-    return torch.equal(known, got.isfinite())
+    assert_close("", got, want, one_rounding(got.dtype))
+    return True
 
 
 def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
-    """Also to the bit against plain calls: one for each piece, and without checkpoints one for all."""
+    """Also to the bit against plain calls: one for each piece, and of a pool without checkpoints one for all. Split sequences
+    have other bits."""
     call = gpu_pool_call(op, pool_case, dtype, backend)
-    ways = [piece_by_piece] if "checkpoint_offsets" in call else [piece_by_piece, gathered_and_scattered]
-    of_pool = tolerance_of(call) + one_rounding(call["state_pool"].dtype)
-    hold_pool(op, call, tolerance_of(call), of_pool, ways, same_bits if op is fd.chunk_kda else nearly)
+    ways = [by_pieces] if pool_case.split in (False, "auto") else []
+    if pool_case.indices is not None and pool_case.marks is None and pool_case.rows is None:
+        ways.append(gathered_and_scattered)
+    hold_pool(op, call, ways, same_bits if op is fd.chunk_kda else nearly)
 
 
-@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS + MODELS, ids=pool_id)
+POOLS = PLAIN_POOLS + CHECKPOINT_POOLS + MODELS
+
+
+@pytest.mark.parametrize("pool_case", POOLS + BUFFERS + SPLITS + BUFFER_MODELS, ids=pool_id)
 def test_chunk_bf16(pool_case: PoolCase, backend: str):
     check(fd.chunk_kda, pool_case, BF16, backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, FP32], ids=str)
-@pytest.mark.parametrize("pool_case", [PLAIN_POOLS[3], CHECKPOINT_POOLS[1], *MODELS], ids=pool_id)
+OTHER_DTYPES = [PLAIN_POOLS[3], CHECKPOINT_POOLS[1], *MODELS, BUFFERS_BY_NAME["many_offsets"], *BUFFER_MODELS[:2]]
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("pool_case", OTHER_DTYPES, ids=pool_id)
 def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: str):
     check(fd.chunk_kda, pool_case, dtype, backend)
 
@@ -81,6 +115,19 @@ def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: st
 @pytest.mark.parametrize("pool_case", [*PLAIN_POOLS, *MODELS], ids=pool_id)
 def test_recurrent_bf16(pool_case: PoolCase, backend: str):
     check(fd.fused_recurrent_kda, replace(pool_case, marks=None), BF16, backend)
+
+
+SEVERAL = replace(KIMI, lengths=(20, 0, 3), state=BF16, v_first=True, final=False)
+
+
+@pytest.mark.parametrize("case", [SEVERAL, replace(SEVERAL, lengths=None, B=300, T=1)], ids=["several", "one each"])
+@pytest.mark.parametrize("final", [FP32, BF16], ids=str)
+def test_recurrent_writes_a_final_state(final: torch.dtype, case: Case, backend: str):
+    """Of several tokens, and of one each with states as Hopper's own kernel has them."""
+    call = as_recurrent(gpu_pool_call(fd.chunk_kda, buffered("final", "", case, final=final), BF16, backend))
+    for _ in range(CALLS_TO_A_REPLAY):
+        call["final_state"].fill_(torch.nan)
+        hold_pool(fd.fused_recurrent_kda, call)
 
 
 # ---- how calls run --------------------------------------------------------------------------------------------------
@@ -97,26 +144,39 @@ def test_no_state_is_copied(backend: str):
     assert peak < 2**20
 
 
+SMALL: dict = {"K": 64, "V": 128, "H": 8, "offsets_dtype": torch.int32}
+WARMED: dict = {"state_v_first": True, "packed": (True,)}
+
+
 @pytest.mark.long
 def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
     """Afterwards no call compiles: other heads, slots, pitches, and numbers of checkpoints."""
-    checkpoints = {"checkpoints": (False, True)} if op is fd.chunk_kda else {}
-    base = replace(PREFILL, case=replace(PREFILL.case, K=64, V=128, H=8, HV=16, offsets_dtype=torch.int32))
-    one = tuple(row[0] for row in PREFILL.marks), tuple(row[0] for row in PREFILL.mark_slots)
-    others = [
-        base,
-        replace(base, case=replace(base.case, H=1, HV=1)),
-        replace(base, gap=16, flags=None),
-        replace(base, slots=30, marks=None),
-        replace(base, marks=one[0], mark_slots=one[1]),
+    base = replace(PREFILL, case=replace(PREFILL.case, **SMALL, HV=16))
+    one = {name: tuple(row[0] for row in getattr(PREFILL, name)) for name in ("marks", "mark_rows")}
+    changes = [
+        {},
+        {"case": replace(base.case, H=1, HV=1)},
+        {"gap": 16, "flags": None},
+        {"slots": 30, "marks": None},
+        one,
     ]
-    calls = [gpu_pool_call(op, pool_case, BF16, backend) for pool_case in others]
-    options = {"backend": backend, "state_v_first": True, "packed": (True,), "state_pool": (True,)}
-    fd.warmup(op, [(64, 128)], **options, **checkpoints)
-    with compilations() as names:
+    calls = [gpu_pool_call(op, replace(base, **each), BF16, backend) for each in changes]
+    checkpoints = {"checkpoints": (False, True)} if op is fd.chunk_kda else {}
+    fd.warmup(op, [(64, 128)], **WARMED, backend=backend, state_pool=(True,), **checkpoints)
+    with nothing_compiles():
         for call in calls:
             op(**call)
-    assert names == []
+
+
+@pytest.mark.long
+def test_warmup_compiles_all_that_calls_with_buffers_need(backend: str):
+    base = [replace(x, case=replace(x.case, **SMALL, HV=8), states=FP32, final=FP32) for x in BUFFER_MODELS[:2]]
+    calls = [gpu_pool_call(fd.chunk_kda, x, BF16, backend) for x in base]
+    options = {"initial_state": (True,), "checkpoint_states": (True,)}
+    fd.warmup(fd.chunk_kda, [(64, 128)], **WARMED, backend=backend, **options)
+    with nothing_compiles():
+        for call in calls:
+            fd.chunk_kda(**call | {"split": "auto"})
 
 
 @pytest.mark.usefixtures("much_memory")
@@ -124,7 +184,7 @@ def test_more_than_2_31_elements_in_a_pool(op, backend: str):
     """The last slots lie past element 2^31; they give the bits that they give in a small pool."""
     H, slots = 64, 2_100
     case = replace(KIMI, H=H, HV=H, lengths=(70, 3, 5), state=FP32, v_first=True)
-    near = replace(PREFILL, case=case, indices=(0, 1, 2), flags=None, marks=(64, 0, 0), mark_slots=(3, 0, 0), slots=4)
+    near = replace(PREFILL, case=case, indices=(0, 1, 2), flags=None, marks=(64, 0, 0), mark_rows=(3, 0, 0), slots=4)
     call = gpu_pool_call(op, replace(near, gap=0), BF16, backend)
     pool = torch.empty(slots, *call["state_pool"].shape[1:], device="cuda")
     assert pool.numel() > 2**31

@@ -3,7 +3,6 @@ calls that repeat."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 
 import flashdelta as fd
 from flashdelta.kernels.triton.build import build
-from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as road
 
 from ..support.cases import FP32, Case, case_id
 from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
-from .calls import assert_same_bits
+from .calls import assert_same_bits, case_and_dtype, in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -40,11 +38,15 @@ def check(case: Case, precision: str) -> None:
     hold(case, results, want)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_cases(case: Case, size: tuple[int, int, int], precision: str):
-    check(sized(case, size), precision)
+def test_cases(case: Case, size: tuple[int, int, int]):
+    check(sized(case, size), "tf32x3")
+
+
+@pytest.mark.parametrize(("case", "size"), in_turn(CASES, *SIZES), ids=case_and_dtype)
+def test_cases_in_true_float32(case: Case, size: tuple[int, int, int]):
+    check(sized(case, size), "ieee")
 
 
 @pytest.mark.usefixtures("much_memory")
@@ -63,23 +65,19 @@ def tokens_of(call: dict, tokens: slice) -> dict:
     return call | {name: call[name][:, :, tokens].contiguous() for name in INPUTS}
 
 
-def check_every_length(size: tuple[int, int, int], run: Callable[[dict], tuple]) -> None:
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+def test_every_length(size: tuple[int, int, int]):
     """Outputs of a token do not depend on later ones: one truth serves all."""
     call = prefill_call(sized(replace(PLAIN, T=LONGEST), size), "cuda")
     o, w, u = truth(call)
     for T in range(1, LONGEST + 1):
         with poisoned_memory():
-            found = run(tokens_of(call, slice(T)))
+            found = fd.kda_prefill(**tokens_of(call, slice(T)))
         assert_close(f"o, T = {T}", found[0], o[:, :, :T], TOLERANCE[FP32])
         for name, got, want in zip("wu", found[1:], (w, u)):
             rows = got.flatten(2, 3)
             assert_close(f"{name}, T = {T}", rows[:, :, :T], want.flatten(2, 3)[:, :, :T], TOLERANCE[FP32])
             assert rows.shape[2] == -(-T // size[2]) * size[2] and rows[:, :, T:].eq(0).all()
-
-
-@pytest.mark.parametrize("size", SIZES, ids=size_id)
-def test_every_length(size: tuple[int, int, int]):
-    check_every_length(size, lambda call: fd.kda_prefill(**call))
 
 
 @pytest.mark.parametrize("arch", [80, 89, 120])

@@ -10,7 +10,6 @@ import torch
 import flashdelta as fd
 
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
-from ..support.decoding import untouched
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import (
     assert_close,
@@ -21,7 +20,7 @@ from ..support.oracle import (
     same_bits,
     tolerance_of,
 )
-from ..support.pools import PoolCase, memory_of, pool_truth
+from ..support.pools import PoolCase, hold_pool
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold_each, of_sequence, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
 
@@ -39,53 +38,40 @@ CASES = [
 ]
 
 
-def assert_errs_as_whole(name: str, x: torch.Tensor, whole: torch.Tensor, truth: torch.Tensor) -> None:
-    error, plain = ((y.double() - truth).norm() / truth.norm() for y in (x, whole))
-    assert error <= 1.2 * plain + 1e-6, f"{name}: error {error:.3g}, of whole sequences {plain:.3g}"
+def hold_as_whole(call: dict, found: tuple, whole: tuple, truth: tuple, tolerance: bool = True) -> None:
+    """Results of split sequences to the truth, and to the errors of whole ones."""
+    tokens = covered_tokens(call)
+    for name, *three in zip(("o", "final_state", "h"), found, whole, truth):
+        if three[0] is not None:
+            x, w, t = (y[:, tokens] if name == "o" else y for y in three)
+            if tolerance:
+                assert_close(name, x, t, tolerance_of(call) + one_rounding(x.dtype))
+            error, plain = ((y.double() - t).norm() / t.norm() for y in (x, w))
+            assert error <= 1.2 * plain + 1e-6, f"{name}: error {error:.3g}, of whole sequences {plain:.3g}"
+
+
+def truth_of(call: dict) -> tuple:
+    return fd.chunk_kda(**float64(call) | {"backend": "reference"})
 
 
 @pytest.mark.parametrize("parts", [2, 7, 64])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_split_is_the_recurrence(case: Case, parts: int, backend: str):
     call = gpu_call(fd.chunk_kda, case, backend=backend)
-    whole = fd.chunk_kda(**call | {"split": False})
     for _ in range(CALLS_TO_A_REPLAY):
         with poisoned_memory():
             found = fd.chunk_kda(**call | {"split": parts})
-    truth = fd.chunk_kda(**float64(call) | {"backend": "reference"})
+    truth = truth_of(call)
     if case.lengths:
         hold_each(call, found, truth)
-    tokens = covered_tokens(call)
-    for name, x, w, t in zip(("o", "final_state", "h"), found, whole, truth):
-        if x is None:
-            continue
-        x, w, t = (y[:, tokens] if name == "o" else y for y in (x, w, t))
-        assert_close(name, x, t, tolerance_of(call) + one_rounding(x.dtype))
-        assert_errs_as_whole(name, x, w, t)
-
-
-def test_forced_split_of_a_sequence_is_its_own(backend: str):
-    """A forced split cuts each sequence by its own length, whatever is beside it."""
-    call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(300, 500), state=FP32), backend=backend) | {"split": 3}
-    alone = call | {name: call[name][:, :300] for name in TOKEN_TENSORS}
-    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
-    assert_same_bits(of_sequence(call, fd.chunk_kda(**call), 0), fd.chunk_kda(**alone))
+    hold_as_whole(call, found, fd.chunk_kda(**call | {"split": False}), truth)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("pool_case", [PREFILL, replace(PREFILL, marks=None, mark_slots=None)], ids=["marks", "plain"])
+@pytest.mark.parametrize("pool_case", [PREFILL, replace(PREFILL, marks=None)], ids=["marks", "plain"])
 def test_split_with_a_pool_and_checkpoints(pool_case: PoolCase, parts: int, backend: str):
     """In place: the last segment stores where the first one's state lay."""
-    call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend)
-    true_o, true_pool = pool_truth(call)
-    pool = call["state_pool"]
-    memory, outside = memory_of(pool), untouched(pool, stored=set(range(pool_case.slots)))
-    before = memory[outside].clone()
-    o, _ = fd.chunk_kda(**call, split=parts)
-    tokens = covered_tokens(call)
-    assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
-    assert_close("pool", pool, true_pool, tolerance_of(call) + one_rounding(pool.dtype))
-    assert same_bits(memory[outside], before)
+    hold_pool(fd.chunk_kda, gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend) | {"split": parts})
 
 
 FEW_HEADS = replace(KIMI, H=2, HV=2, state=FP32)
@@ -112,46 +98,36 @@ def near_the_whole(call: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_long_sequences_are_split_by_themselves(backend: str):
-    call = _remembering(
-        gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 1, 70, 0)), backend=backend), -1e-3, 0.0
-    )
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 1, 70, 0)), backend=backend)
+    call = _remembering(call, -1e-3, 0.0)
     assert _planned(call)[0] > 1 and _planned(call)[1:] == [1, 1, 1]
-    for x, whole in near_the_whole(call):
-        assert not same_bits(x, whole)
+    assert not any(same_bits(x, whole) for x, whole in near_the_whole(call))
 
 
-@pytest.mark.parametrize("lengths", PLANNED, ids=str)
-def test_planned_splits_are_near_the_whole(lengths: tuple[int, ...], backend: str):
-    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend)
+@pytest.mark.parametrize("sizes", [*({"lengths": x} for x in PLANNED), {"H": 1, "HV": 1, "T": 2**20}], ids=str)
+def test_planned_splits_are_near_the_whole(sizes: dict, backend: str):
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, **sizes), backend=backend)
+    assert "T" not in sizes or _planned(call)[0] > 8
     near_the_whole(call)
 
 
-@pytest.mark.parametrize("gate", ["long memory", "strong decay"])
-def test_split_errs_as_the_whole_does(gate: str, backend: str):
+@pytest.mark.parametrize("decays", [(-1e-5, 0.0), (-4.0, -0.5)], ids=["long memory", "strong decay"])
+def test_split_errs_as_the_whole_does(decays: tuple[float, float], backend: str):
     """Against float64, over 256 chunks, with decays near 0 and strong ones."""
-    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, T=16384), backend=backend)
-    call = _remembering(call, *{"long memory": (-1e-5, 0.0), "strong decay": (-4.0, -0.5)}[gate])
-    truth = fd.chunk_kda(**float64(call) | {"backend": "reference"})
-    whole = fd.chunk_kda(**call | {"split": False})
+    call = _remembering(gpu_call(fd.chunk_kda, replace(FEW_HEADS, T=16384), backend=backend), *decays)
+    whole, truth = fd.chunk_kda(**call | {"split": False}), truth_of(call)
     for parts in ("auto", 3, 64):
-        found = fd.chunk_kda(**call | {"split": parts})
-        for name, x, w, t in zip(("o", "final_state"), found, whole, truth):
-            assert_errs_as_whole(f"{name}, {parts}", x, w, t)
+        hold_as_whole(call, fd.chunk_kda(**call | {"split": parts}), whole, truth, tolerance=False)
 
 
-def test_a_million_tokens(backend: str):
-    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, H=1, HV=1, T=2**20), backend=backend)
-    assert _planned(call)[0] > 8
-    near_the_whole(call)
-
-
-def test_batch_invariant_plans(backend: str):
-    """The bits of a sequence are those that it has alone."""
-    lengths = (9000, 300, 5000)
-    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend) | {"batch_invariant": True}
-    parts = _planned(call)
-    assert parts[0] > 1 and parts[2] > 1
-    results = fd.chunk_kda(**call)
+@pytest.mark.parametrize(
+    ("lengths", "options"), [((300, 500), {"split": 3}), ((9000, 300, 5000), {"batch_invariant": True})]
+)
+def test_a_split_sequences_bits_are_its_own(lengths: tuple[int, ...], options: dict, backend: str):
+    """Whatever is beside it: its plan depends on its own length alone."""
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend) | options
+    parts, results = _planned(call), fd.chunk_kda(**call)
+    assert max(parts) > 1
     for n, (one, length) in enumerate(zip(sequence_calls(call), lengths)):
         alone = call | {name: one[name] for name in (*TOKEN_TENSORS, "initial_state")}
         alone |= {"cu_seqlens": torch.tensor([0, length], device="cuda", dtype=call["cu_seqlens"].dtype)}

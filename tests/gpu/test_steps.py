@@ -12,22 +12,17 @@ import torch
 
 from flashdelta.kernels.hopper import recurrence
 
-from ..support.cases import FP32, HARD_CASES, Case
+from ..support.cases import BF16, FP32, HARD_CASES, Case
 from ..support.decays import KINDS, decays_call
 from ..support.oracle import rounding_error, truth
 from ..support.pools import CHECKPOINT_POOLS
 from . import (
-    test_buffers,
+    test_chunk,
     test_execution,
-    test_hard,
-    test_laws,
-    test_layouts,
-    test_lengths,
     test_pool,
-    test_semantics,
     test_stream_k,
 )
-from .calls import BOTH, KIMI, UNBOUNDED, hold, in_steps, poisoned
+from .calls import BOTH, KIMI, UNBOUNDED, check, hold, in_steps, poisoned
 
 pytestmark = pytest.mark.gpu
 
@@ -49,32 +44,36 @@ def cases(test: Callable, found: list, case_of: Callable = lambda x: x) -> dict[
     return {f"{name}, {x.name}": partial(test, x) for x in found if stepping(case_of(x))}
 
 
+def checks(what: str, found: list[Case]) -> dict[str, Callable]:
+    """Those that can take steps, against the reference."""
+    return {f"{what} {n}, {x.name}": partial(check, CHUNK, x, BF16) for n, x in enumerate(found) if stepping(x)}
+
+
 K_FIRST = replace(test_pool.PREFILL, name="K first", case=replace(test_pool.PREFILL.case, v_first=False))
+STATES = [*CHECKPOINT_POOLS, test_pool.PREFILL, K_FIRST, *test_pool.BUFFER_MODELS]
 CHECKS = {
-    **cases(test_hard.test_packed_with_states, HARD_CASES),
-    **cases(test_hard.test_both_paths, [case for case in test_hard.BOTH_PATHS + test_hard.LONG if case.K == 128]),
-    **{f"every tail, {x.name}": partial(test_lengths.test_every_tail, FP32, x) for x in MODELS},
-    **{f"random packings, {x.name}": partial(test_lengths.test_random_packings, 40, x) for x in MODELS},
-    "fused, grouped heads": partial(test_layouts.test_inputs_of_fixed_length, "fused, grouped heads", KIMI),
-    "padded rows": partial(test_layouts.test_packed_inputs, "padded rows"),
+    **cases(test_chunk.test_packed_with_states, HARD_CASES),
+    **checks("both paths", [case for case in test_chunk.BOTH_PATHS + test_chunk.LONG_AND_HARD if case.K == 128]),
+    **{f"every tail, {x.name}": partial(test_chunk.test_every_tail, FP32, x) for x in MODELS},
+    **{f"random packings, {x.name}": partial(test_chunk.test_random_packings, 40, x) for x in MODELS},
+    **checks("layout", [replace(KIMI, B=2, T=130, **test_chunk.LAYOUTS["fused, grouped heads"])]),
+    **checks("layout, packed", [replace(KIMI, **test_chunk.BETWEEN, **test_chunk.LAYOUTS["padded rows"])]),
+    **checks("dims", [replace(KIMI, **dims, **x) for dims in test_chunk.OTHER_DIMS for x in test_chunk.STATES]),
+    **{f"every tail, K 64, {x}": partial(test_chunk.test_every_tail, x, NARROW) for x in (None, FP32)},
+    "random packings, K 64": partial(test_chunk.test_random_packings, 41, NARROW),
+    "packed bits, K 64": partial(test_chunk.test_a_packed_sequences_bits_are_its_own, NARROW, CHUNK),
+    **cases(test_pool.test_chunk_bf16, STATES, lambda x: x.case),
     **{
-        f"K {K}, V {V}": partial(test_layouts.test_other_head_dims, K, V, KIMI)
-        for K, V in ((128, 64), (64, 64), (64, 128))
+        f"packed bits, {x.name}": partial(test_chunk.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS
     },
-    **{f"every tail, K 64, {x}": partial(test_lengths.test_every_tail, x, NARROW) for x in (None, FP32)},
-    "random packings, K 64": partial(test_lengths.test_random_packings, 41, NARROW),
-    "packed bits, K 64": partial(test_laws.test_a_packed_sequences_bits_are_its_own, NARROW, CHUNK),
-    **cases(test_pool.test_chunk_bf16, [*CHECKPOINT_POOLS, test_pool.PREFILL, K_FIRST], lambda x: x.case),
-    **cases(test_buffers.test_chunk_bf16, test_buffers.MODELS, lambda x: x.case),
-    **{f"packed bits, {x.name}": partial(test_laws.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS},
-    "bits of rows": partial(test_laws.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
-    "no state": partial(test_laws.test_no_state_and_zeros_give_the_same_bits, True, CHUNK),
-    "pieces": partial(test_laws.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),
+    "bits of rows": partial(test_chunk.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
+    "no state": partial(test_chunk.test_no_state_and_zeros_give_the_same_bits, True, CHUNK),
+    "pieces": partial(test_chunk.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),
     **{
-        f"{bad} in {name}": partial(test_semantics.test_nan_stays_in_its_sequence, bad, name, CHUNK)
+        f"{bad} in {name}": partial(test_chunk.test_nan_stays_in_its_sequence, bad, name, CHUNK)
         for name, bad in zip(("q", "v", "g", "k", "initial_state"), (torch.nan,) * 3 + (torch.inf,) * 2)
     },
-    "inputs are never written": partial(test_semantics.test_inputs_are_never_written, CHUNK),
+    "inputs are never written": partial(test_chunk.test_inputs_are_never_written, CHUNK),
     **{
         f"graph, {kind.name}": partial(test_execution.test_graph_replays_with_other_tensors, kind)
         for kind in test_execution.GRAPHS

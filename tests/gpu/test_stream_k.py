@@ -1,8 +1,9 @@
-"""Tiles of `recurrence` that stream-K splits: the same bits as a call of few heads, in which every CTA has a whole tile."""
+"""Tiles of `recurrence` that stream-K splits: the same bits as where every CTA has whole tiles."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import flashdelta as fd
 from flashdelta.kernels.hopper import recurrence
 
 from ..support.cases import BF16, FP32, Case, case_id
-from ..support.inputs import TOKEN_TENSORS, sequence_calls
+from ..support.decoding import memory_of
 from ..support.oracle import covered_tokens, lengths_of, same_bits
-from ..support.pools import PoolCase, gathered_and_scattered, memory_of
+from ..support.pools import gathered_and_scattered, pooled
 from ..support.stream_k import Work
 from .calls import (
     CALLS_TO_A_REPLAY,
@@ -24,21 +25,19 @@ from .calls import (
     gpu_call,
     in_steps,
     lengths_between,
+    nothing_replayed,
     poisoned,
 )
 from .test_pool import gpu_pool_call
 
 pytestmark = pytest.mark.gpu
 
-FEW = 16
-"""Heads at a time whose tiles are not split, even if the batch has four rows."""
-
 UNEVEN = (4096, 2048, 1024, 512, 320, 192)
 
 
 @pytest.fixture(autouse=True)
 def stream_k(monkeypatch: pytest.MonkeyPatch):
-    """Where it would not pay, too. Many heads would take steps, and the few that they are compared with chunks."""
+    """Where it would not pay, too; by chunks."""
     monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: True)
     with in_steps(False):
         yield
@@ -70,41 +69,10 @@ def work_of(call: dict) -> Work:
     return Work(heads, min(len(lengths) * heads, most), call["v"].shape[1], len(lengths), offsets)
 
 
-def heads_of(call: dict, heads: range) -> dict:
-    """The call of some value heads and their keys."""
-    group = call["v"].shape[2] // call["q"].shape[2]
-    keys = slice(heads.start // group, -(-heads.stop // group))
-    some = slice(heads.start, heads.stop)
-    chosen = {name: call[name][:, :, keys if name in "qk" else some] for name in TOKEN_TENSORS}
-    parameters = {name: call[name].view(call["v"].shape[2], -1) for name in ("A_log", "dt_bias") if name in call}
-    chosen |= {name: x[some].flatten() for name, x in parameters.items()}
-    if call.get("initial_state") is not None:
-        chosen["initial_state"] = call["initial_state"][:, some]
-    return call | {name: x.contiguous() for name, x in chosen.items()}
-
-
-def head_by_head(call: dict) -> tuple[torch.Tensor, ...]:
-    """The results of calls of a few heads each, in which no tile is split."""
-    heads = call["v"].shape[2]
-    found = []
-    for first in range(0, heads, FEW):
-        one = heads_of(call, range(first, min(first + FEW, heads)))
-        assert work_of(one).carries == 0
-        found.append(poisoned(one))
-    return tuple(torch.cat(x, dim=axis) for x, axis in zip(zip(*found), (2, 1, 2)))
-
-
-def sequence_by_sequence(call: dict) -> list[torch.Tensor]:
-    """The same of a packed call. Sequences without tokens are not called: they keep their state, or have one of zeros."""
-    calls = sequence_calls(call)
-    alone = [head_by_head(one) if one["q"].shape[1] > 0 else None for one in calls]
-    with_tokens = [results for results in alone if results is not None]
-    zeros = torch.zeros_like(with_tokens[0][1])
-    states = [one.get("initial_state", zeros) if results is None else results[1] for one, results in zip(calls, alone)]
-    found = [torch.cat([o for o, *_ in with_tokens], dim=1), torch.cat(states)]
-    if call["return_intermediate_states"]:
-        found.append(torch.cat([h for _, _, h in with_tokens], dim=1))
-    return found
+def whole_tiles(call: dict) -> tuple[torch.Tensor, ...]:
+    """The results when every CTA has whole tiles."""
+    with nothing_replayed(), mock.patch.object(recurrence, "stream_k_pays", lambda problem, ctas: False):
+        return poisoned(call)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -112,18 +80,16 @@ def test_split_tiles_change_no_bit(case: Case, other_backend: str):
     # the plan of a split depends on the batch
     call = gpu_call(fd.chunk_kda, case, BF16, other_backend) | {"split": False}
     assert work_of(call).carries > 0
-    want = head_by_head(call) if case.lengths is None else sequence_by_sequence(call)
+    want = whole_tiles(call)
     for _ in range(CALLS_TO_A_REPLAY + 1):
-        o, state, *h = poisoned(call)
-        # rows of no sequence are undefined
-        assert_same_bits((o, state, *(x[:, : want[2].shape[1]] for x in h)), want, covered_tokens(call))
+        assert_same_bits(poisoned(call), want, covered_tokens(call))
 
 
-POOL = PoolCase(
-    name="stream-K",
-    why="slots of tiles that are split, among null rows and an empty sequence",
-    case=replace(KIMI, H=64, HV=64, lengths=(900, 0, 1700, 64, 333, 1200), state=FP32, v_first=True),
-    indices=(4, 7, -1, 0, 9, 5),
+POOL = pooled(
+    "stream-K",
+    "slots of tiles that are split, among null rows and an empty sequence",
+    replace(KIMI, H=64, HV=64, lengths=(900, 0, 1700, 64, 333, 1200), state=FP32, v_first=True),
+    (4, 7, -1, 0, 9, 5),
     flags=(True, True, True, True, False, True),
     slots=9,
     gap=256,
@@ -138,10 +104,9 @@ def test_split_tiles_of_a_pool(v_first: bool, dtype: torch.dtype, other_backend:
     for seed in range(CALLS_TO_A_REPLAY + 2):
         call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, other_backend, seed)
         assert work_of(call).carries > 0
-        want_o, want_pool = gathered_and_scattered(fd.chunk_kda, call)
-        o, _ = fd.chunk_kda(**call)
-        assert same_bits(o, want_o)
-        assert same_bits(memory_of(call["state_pool"]), memory_of(want_pool))
+        want = gathered_and_scattered(fd.chunk_kda, call)
+        assert same_bits(fd.chunk_kda(**call)[0], want["o"])
+        assert same_bits(memory_of(call["state_pool"]), memory_of(want["state_pool"]))
 
 
 def test_a_graph_splits_anew_at_every_replay(other_backend: str):
@@ -165,6 +130,6 @@ def test_split_tiles_a_hundred_times(other_backend: str):
     """A state that is read too early shows in some of them."""
     call = gpu_call(fd.chunk_kda, replace(CASES[0], T=700, state=FP32), BF16, other_backend)
     assert work_of(call).carries > 0
-    want = head_by_head(call)
+    want = whole_tiles(call)
     for _ in range(100):
         assert_same_bits(fd.chunk_kda(**call), want)

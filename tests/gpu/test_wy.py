@@ -11,10 +11,9 @@ import torch
 import flashdelta as fd
 from benchmarks.contenders import fla_wy
 
-from ..support.cases import case_id
-from ..support.oracle import poisoned_memory
-from ..support.wy import BY_NAME, NAMES, WyCase, errors, exact, make_wy
-from .calls import peer
+from ..support.cases import BF16, FP16, FP32
+from ..support.wy import BY_NAME, NAMES, WyCase, check_wy, errors, exact, make_wy
+from .calls import case_and_dtype, in_turn, peer
 
 pytestmark = pytest.mark.gpu
 
@@ -37,27 +36,17 @@ CASES = [
     replace(MODEL, name="model_none", why="no token, with heads for which there would be tensor descriptors", T=0),
     *(BY_NAME[name] for name in ("packed32", "strided", "one", "none", "no_sequence")),
 ]
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
 wy = fd.kernels.chunk_bwd_wy_dqkg
 
 
-def hold(call: dict, backend: str) -> tuple[torch.Tensor, ...]:
-    """The results, held against the reference."""
-    with poisoned_memory():
-        results = wy(**call, backend=backend)
-    found = errors(results, exact(call))
-    assert all(error <= TOLERANCE[call["q"].dtype] for error in found.values()), found
-    return results
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, FP32, FP16, always=[BF16]), ids=case_and_dtype)
 def test_results_are_the_reference(case: WyCase, dtype: torch.dtype, backend: str):
-    hold(make_wy(case, dtype, "cuda"), backend)
+    check_wy(case, dtype, backend, "cuda", TOLERANCE[dtype])
 
 
 def test_inputs_may_be_expanded(backend: str):
-    call = make_wy(CASES[1], torch.bfloat16, "cuda") | {"backend": backend}
+    call = make_wy(CASES[1], BF16, "cuda") | {"backend": backend}
     for name in ("q", "k", "g", "v", "beta", "do"):
         call[name] = call[name][:1].expand_as(call[name])
     dense = {name: x.contiguous() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
@@ -68,7 +57,7 @@ def test_inputs_may_be_expanded(backend: str):
 def test_results_are_flas(lengths: tuple[int, ...] | None, backend: str):
     """The same tensors, the same definitions: what differs is rounding, and our error is not above 1.1 times FLA's."""
     fla = peer("fla_wy")
-    call = make_wy(replace(MODEL, T=2048, H=32, HV=32, lengths=lengths), torch.bfloat16, "cuda")
+    call = make_wy(replace(MODEL, T=2048, H=32, HV=32, lengths=lengths), BF16, "cuda")
     theirs = fla_wy(fla, call)()
     want, ours = exact(call), wy(**call, backend=backend)
     mine, his = errors(ours, want), errors(theirs, want)

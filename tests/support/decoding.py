@@ -1,12 +1,9 @@
-"""Calls of `recurrent_kda`, and what they must do: a plain loop over sequences and tokens in float64."""
+"""Calls of `recurrent_kda`."""
 
 from __future__ import annotations
 
-import itertools
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +48,11 @@ class Step(Case):
     every: int = 1
 
     @property
+    def N(self) -> int:
+        """As the operator's documentation calls the rows of a call that is not packed."""
+        return self.B
+
+    @property
     def buffer_rows(self) -> int:
         return self.buffer or (self.slots if self.rows == "slots" else 3)
 
@@ -59,10 +61,10 @@ class Step(Case):
         """Tokens of a sequence at most, else nothing is stored of it."""
         return 1 + self.spec if self.spec else 17
 
-    @property
-    def N(self) -> int:
-        """As the operator's documentation calls the rows of a call that is not packed."""
-        return self.B
+
+def rows_of(N: int, tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Slots for each token of `N` sequences, one after another."""
+    return tuple(tuple(range(n * tokens, (n + 1) * tokens)) for n in range(N))
 
 
 ONE_DRAFT, TWO_DRAFTS, THREE_DRAFTS, SIXTEEN_DRAFTS = ({"T": 1 + S, "spec": S} for S in (1, 2, 3, 16))
@@ -89,14 +91,8 @@ STEPS = [
     Step("packed", "lengths 0 and 1", lengths=(1, 0, 1, 1), indices=(3, 1, 0, 5), offsets_dtype=INT64),
     Step("packed_17", "lengths 0 to 17", lengths=(3, 0, 17, 1), indices=(3, 1, 0, 5), v_first=False),
     Step("packed_18", "nothing is stored of a sequence too long", lengths=(3, 18, 17, 1), indices=(3, 1, 0, 5)),
-    Step(
-        "padded",
-        "a batch padded for a graph: null slots, repeated last offset, tokens of no sequence",
-        lengths=(1, 1, 0, 0),
-        unused=2,
-        indices=(2, 4, 0, 0),
-        null_index="non_positive",
-    ),
+    Step("padded", "a batch padded for a graph: null slots, repeated last offset, tokens of no sequence",
+        lengths=(1, 1, 0, 0), unused=2, indices=(2, 4, 0, 0), null_index="non_positive"),
     Step("packed_own", "an empty sequence leaves its row alone", lengths=(2, 0, 1), indices=None, slots=3),
     Step("gva3", "a ratio that is no power of two", H=2, HV=6),
     Step("gva8", "eight value heads read one key head", H=1, HV=8, B=2, indices=(1, 0)),
@@ -116,111 +112,42 @@ STEPS = [
     Step("K256", "the widest", K=256, V=256, B=1, HV=1, indices=(1,)),
     Step("K1", "the narrowest", K=1, V=2, HV=3),
     Step("K16", "narrow", K=16, V=4, v_first=False, state=BF16),
-    Step(
-        "spec",
-        "a state for each token; start after 1, 2, 3 accepted",
-        **TWO_DRAFTS,
-        indices=((0, 1, 2), (3, 4, 5), (6, 7, 8)),
-        accepted=(1, 2, 3),
-        slots=9,
-    ),
-    Step(
-        "spec_bf16",
-        "rounded on the way out, not from token to token",
-        **THREE_DRAFTS,
-        B=2,
-        indices=((0, 1, 2, 3), (7, 6, 5, 4)),
-        accepted=(4, 1),
-        state=BF16,
-        v_first=False,
-        gap=8,
-    ),
-    Step(
-        "spec_16",
-        "as many drafts as there may be",
-        **SIXTEEN_DRAFTS,
-        B=2,
-        indices=(tuple(range(17)), tuple(range(33, 16, -1))),
-        accepted=(16, 17),
-        slots=34,
-    ),
-    Step(
-        "spec_16_packed",
-        "the same, and fewer, in one row of q, k, v",
-        lengths=(17, 2, 0),
-        spec=16,
-        layout="mixed_rows",
-        indices=(tuple(range(17)), tuple(range(17, 34)), (-1,) * 17),
-        slots=34,
-        state=BF16,
-    ),
+    Step("spec", "a state for each token; start after 1, 2, 3 accepted", **TWO_DRAFTS,
+        indices=rows_of(3, 3), accepted=(1, 2, 3), slots=9),
+    Step("spec_bf16", "rounded on the way out, not from token to token", **THREE_DRAFTS, B=2,
+        indices=((0, 1, 2, 3), (7, 6, 5, 4)), accepted=(4, 1), state=BF16, v_first=False, gap=8),
+    Step("spec_16", "as many drafts as there may be", **SIXTEEN_DRAFTS, B=2,
+        indices=(tuple(range(17)), tuple(range(33, 16, -1))), accepted=(16, 17), slots=34),
+    Step("spec_16_packed", "the same, and fewer, in one row of q, k, v", lengths=(17, 2, 0), spec=16,
+        layout="mixed_rows", indices=(tuple(range(17)), tuple(range(17, 34)), (-1,) * 17), slots=34, state=BF16),
     Step("spec_first", "without counts the start is the first slot", **ONE_DRAFT, B=2, indices=((0, 1), (3, 2))),
-    Step(
-        "spec_packed",
-        "fewer drafts for some, none for one, padding",
-        lengths=(3, 1, 0, 2, 0),
-        spec=2,
-        indices=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (-1, -1, -1)),
-        accepted=(2, 3, 1, 1, 1),
-        slots=12,
-    ),
-    Step(
-        "spec_bad_counts",
-        "counts of 0, 1 + S + 1 and wild ones make null sequences",
-        **ONE_DRAFT,
-        B=6,
-        indices=((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)),
-        accepted=(0, 3, -(2**31), 2**31 - 1, 2, 1),
-        slots=12,
-    ),
-    Step(
-        "spec_null",
-        "null slots inside rows: a start, a target",
-        **TWO_DRAFTS,
-        indices=((1, 0, 2), (3, 0, 0), (4, 5, -1)),
-        accepted=(2, 1, 2),
-        null_index="non_positive",
-    ),
+    Step("spec_packed", "fewer drafts for some, none for one, padding", lengths=(3, 1, 0, 2, 0), spec=2,
+        indices=(*rows_of(4, 3), (-1,) * 3), accepted=(2, 3, 1, 1, 1), slots=12),
+    Step("spec_bad_counts", "counts of 0, 1 + S + 1 and wild ones make null sequences", **ONE_DRAFT, B=6,
+        indices=rows_of(6, 2), accepted=(0, 3, -(2**31), 2**31 - 1, 2, 1),
+        slots=12),
+    Step("spec_null", "null slots inside rows: a start, a target", **TWO_DRAFTS,
+        indices=((1, 0, 2), (3, 0, 0), (4, 5, -1)), accepted=(2, 1, 2), null_index="non_positive"),
     Step("source", "from a committed pool to another", source=(1, 2, 4), indices=(0, 5, 3), slots=6),
     Step("source_null", "null in either pool", B=4, source=(1, -1, 4, 0), indices=(-1, 5, 3, 9), slots=6),
     Step("source_own", "to rows of its own", source=(1, 2, 4), indices=None, slots=3, null_index="non_positive"),
-    Step(
-        "source_spec",
-        "drafts from the committed state",
-        **TWO_DRAFTS,
-        B=2,
-        source=(6, 2),
-        indices=((0, 1, 2), (5, 4, -1)),
-        state=BF16,
-    ),
+    Step("source_spec", "drafts from the committed state", **TWO_DRAFTS, B=2, source=(6, 2),
+        indices=((0, 1, 2), (5, 4, -1)), state=BF16),
     Step("read_only", "outputs and nothing else", B=2, T=2, update=False, indices=(3, 1)),
     Step("read_source", "the same from a source", update=False, source=(3, -1, 1), indices=None, state=BF16),
-    Step(
-        "verify",
-        "intermediate states in the sequence's own row",
-        **TWO_DRAFTS,
-        update=False,
-        indices=(3, -1, 1),
-        rows="slots",
-        gap=32,
-    ),
+    Step("verify", "intermediate states in the sequence's own row", **TWO_DRAFTS, update=False, indices=(3, -1, 1),
+        rows="slots", gap=32),
     Step("verify_long", "too long for its row", **PACKED_VERIFY | {"lengths": (3, 4, 2)}, rows=(2, 0, 1)),
     Step("verify_rows", "in rows of a smaller buffer", **PACKED_VERIFY, rows=(1, 0, -1), state=BF16, v_first=False),
-    Step(
-        "verify_row_0",
-        "a scratch buffer has no reserved row, even where slot 0 is",
-        **PACKED_VERIFY,
-        rows=(0, 1, -1),
-        null_index="non_positive",
-    ),
+    Step("verify_row_0", "a scratch buffer has no reserved row, even where slot 0 is", **PACKED_VERIFY, rows=(0, 1, -1),
+        null_index="non_positive"),
     Step("verify_16", "sixteen", **SIXTEEN_DRAFTS, B=2, update=False, indices=(3, 1), rows="slots", state=BF16),
     Step("verify_source", "from a source", **ONE_DRAFT, B=2, update=False, source=(3, 1), indices=None, rows=(2, 0)),
     Step("verify_own", "row n", **ONE_DRAFT, B=2, update=False, indices=None, slots=2, rows="slots"),
     Step("verify_short", "slots past a buffer's end have no row", **PACKED_VERIFY, rows="slots", buffer=3),
-    Step(
-        "verify_strided", "indices amid others", **ONE_DRAFT, update=False, indices=(4, 1, 6), rows=(2, 0, 1), every=3
-    ),
-]
+    Step("verify_strided", "indices amid others", **ONE_DRAFT, update=False, indices=(4, 1, 6), rows=(2, 0, 1),
+        every=3),
+]  # fmt: skip
 SINGLE_BF16 = [
     replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)
     for step in STEPS
@@ -283,131 +210,6 @@ def amid(source: Source, dtype: torch.dtype, shape: tuple[int, ...], gap: int = 
     return memory.as_strided(shape, (content + gap, *inner), MARGIN)
 
 
-# ---- what it must do ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Expected:
-    """In float64. `o` is NaN in the rows that no sequence has, or one that is too long. `pool` and `intermediate` are None
-    where the call has none; `stored` and `stored_rows` name what of them is written, the latter as (row, token)."""
-
-    o: Tensor
-    pool: Tensor | None
-    intermediate: Tensor | None
-    stored: set[int]
-    stored_rows: set[tuple[int, int]]
-
-
-WRITTEN = ("initial_state", "intermediate_states")
-
-
-def expected(step: Step, call: dict) -> Expected:
-    """By a loop over sequences and tokens; shares nothing with the library."""
-    t = {name: x.detach().cpu() for name, x in call.items() if isinstance(x, Tensor)}
-    q, k, v, g, beta = (x.double() for x in _token_rows(step, t))
-    pool, states, origin = (
-        t[name].to(torch.float64, copy=True) if name in t else None for name in (*WRITTEN, "initial_state_source")
-    )
-    if step.l2norm:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    q = q * (step.K**-0.5 if step.scale is None else step.scale)
-    decay = _log_decay(step, t, g).exp()
-    beta = {"value": beta, "logit": beta.sigmoid(), "double_logit": 2.0 * beta.sigmoid()}[step.beta]
-    lengths = (step.T,) * step.B if step.lengths is None else step.lengths
-    found = Expected(torch.full_like(v, torch.nan), pool, states, set(), set())
-    read_from = pool.clone() if pool is not None else None
-    for n, (begin, length) in enumerate(zip(itertools.accumulate((0, *lengths)), lengths)):
-        if length > step.most_tokens:
-            continue
-        S = _start(step, n, read_from, origin)
-        if length and S is None:
-            found.o[begin : begin + length] = 0.0
-        if S is None:
-            continue
-        S = S.transpose(-1, -2).clone() if step.v_first else S.clone()  # [HV, K, V]
-        for i in range(length):
-            at = begin + i
-            for head in range(step.HV):
-                row_k = k[at, head * step.H // step.HV]
-                S[head] *= decay[at, head][:, None]
-                S[head] += beta[at, head] * torch.outer(row_k, v[at, head] - row_k @ S[head])
-                found.o[at, head] = q[at, head * step.H // step.HV] @ S[head]
-            laid = S.transpose(-1, -2) if step.v_first else S
-            _store(step, n, i, i == length - 1, laid, found)
-    return found
-
-
-def _token_rows(step: Step, t: dict) -> list[Tensor]:
-    H, HV, K, V = step.H, step.HV, step.K, step.V
-    if "mixed_qkv" in t:
-        rows = t["mixed_qkv"].split([H * K, H * K, HV * V], dim=-1)
-        t = t | dict(zip("qkv", rows))
-    shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
-    return [t[name].reshape(step.batch * step.tokens, *shape) for name, shape in shapes.items()]
-
-
-def _log_decay(step: Step, t: dict, g: Tensor) -> Tensor:
-    if step.gate == "none":
-        return g
-    if step.gate == "logsigmoid":
-        return torch.nn.functional.logsigmoid(g)
-    rate = t["A_log"].double().exp()[:, None]
-    x = g + t["dt_bias"].double().view(step.HV, step.K)
-    if step.gate == "softplus":
-        return -rate * torch.nn.functional.softplus(x)
-    return step.lower_bound * torch.sigmoid(rate * x)
-
-
-def named(step: Step, index: int, slots: int) -> bool:
-    return (1 if step.null_index == "non_positive" else 0) <= index < slots
-
-
-def _start(step: Step, n: int, pool: Tensor | None, origin: Tensor | None) -> Tensor | None:
-    """The state that sequence `n` starts from, as it is laid out; None for a null sequence."""
-    if origin is not None:
-        first = None if step.indices is None or not step.update else step.indices[n]
-        first = first[0] if isinstance(first, tuple) else first
-        live = named(step, step.source[n], len(origin)) and (first is None or named(step, first, len(pool)))
-        return origin[step.source[n]] if live else None
-    if pool is None:
-        return torch.zeros(step.state_shape, dtype=torch.float64)
-    if step.indices is None:
-        return pool[n]
-    index = step.indices[n]
-    if isinstance(index, tuple):
-        count = 1 if step.accepted is None else step.accepted[n]
-        if not 1 <= count <= 1 + (step.spec or 0):
-            return None
-        index = index[count - 1]
-    return pool[index] if named(step, index, len(pool)) else None
-
-
-def _store(step: Step, n: int, i: int, last: bool, state: Tensor, found: Expected) -> None:
-    if step.rows is not None:
-        own = n if step.indices is None else step.indices[n]
-        row: Any = step.rows[n] if step.rows != "slots" else own
-        # rows of a scratch buffer are null only below 0; those that slots name are null where the slots are
-        given = step.rows != "slots" or step.indices is None
-        if 0 <= row < len(found.intermediate) if given else named(step, row, len(found.intermediate)):
-            found.intermediate[row, i] = state
-            found.stored_rows.add((row, i))
-    elif found.pool is not None and step.update:
-        index = n if step.indices is None else step.indices[n]
-        each = isinstance(index, tuple)
-        index = index[i] if each else index
-        if (each or last) and (step.indices is None or named(step, index, len(found.pool))):
-            found.pool[index] = state
-            found.stored.add(index)
-
-
-def untouched(x: Tensor, stored: Iterable) -> Tensor:
-    """Mask over the memory of `x` (see `amid`): all but the parts `x[i]` for `i` in `stored`."""
-    mask = torch.ones_like(memory_of(x), dtype=torch.bool)
-    view = mask.as_strided(x.shape, x.stride(), x.storage_offset())
-    for i in stored:
-        view[i] = False
-    return mask
-
-
 def memory_of(x: Tensor) -> Tensor:
+    """All elements of its memory."""
     return x.new_empty(0).set_(x.untyped_storage())

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashdelta import chunk_kda, fused_kda_decode
+from flashdelta import chunk_kda, fused_kda_decode, recurrent_kda
 from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations.seams import Patch, Replacement
 
@@ -85,19 +85,29 @@ class Batch:
         return {"q": self.q, "k": self.k, "v": self.v}
 
 
-def exact_outputs(model: Model, rows: Tensor) -> Tensor:
-    """`[T, H, D]` of one new sequence, in float64."""
-    return exact_sequence(model, rows)[0]
-
-
 def exact_sequence(model: Model, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and the final state `[H, V, K]`."""
+    """`o [T, H, D]` of one new sequence, and the final state `[H, V, K]`, in float64."""
     batch = Batch(model, rows, [len(rows)])
     tensors = float64({**batch.qkv, "g": batch.g, "beta": batch.beta, "A_log": model.A_log, "dt_bias": model.dt_bias})
     options: dict[str, Any] = {"lower_bound": model.lower_bound, "backend": "reference", "split": False}
     flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
     found: Any = chunk_kda(**tensors, **options, **flags, output_final_state=True, state_v_first=True)
     return found[0][0], found[1][0]
+
+
+def exact_steps(model: Model, rows: Tensor, states: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """`[N, tokens, H, D]`, and the states `[N, tokens, H, V, K]` after each token, in float64. Sequence `n` starts from
+    `states[n]` and has as many `rows` as the others."""
+    batch = Batch(model, rows, [len(rows)])
+    given = {
+        name: x[0].unflatten(0, (-1, tokens)) for name, x in {**batch.qkv, "g": batch.g, "beta": batch.beta}.items()
+    }
+    given = float64(given | {"A_log": model.A_log, "dt_bias": model.dt_bias, "initial_state": states})
+    given["intermediate_states"] = states.new_zeros(len(states), tokens, *states.shape[1:], dtype=torch.float64)
+    options: dict[str, Any] = {"lower_bound": model.lower_bound, "beta_is_logit": True, "backend": "reference"}
+    drafts = {"num_spec_tokens": tokens - 1, "update_state": False}
+    o, _ = recurrent_kda(**given, **options, **drafts, gate="softplus" if model.lower_bound is None else "lower_bound")
+    return o, given["intermediate_states"]
 
 
 @dataclass
@@ -207,6 +217,13 @@ class KimiLinear:
     @property
     def gate(self) -> dict[str, Any]:
         return {"A_log": self.model.A_log, "dt_bias": self.model.dt_bias, "lower_bound": self.model.lower_bound}
+
+    def start(self, pool: Tensor, slot: int) -> None:
+        """Makes the slot that of a new sequence, where flags do not tell."""
+        pool[slot] = 0
+
+    def exact(self, rows: Tensor) -> Tensor:
+        return exact_sequence(self.model, rows)[0]
 
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
         o, last = self.call.chunk_kda_with_fused_gate(
@@ -478,7 +495,7 @@ class K3Step:
         mixed = torch.nn.functional.silu(
             torch.nn.functional.conv1d(x, self.filters.double()[:, None], groups=self.channels)
         )
-        o = exact_outputs(self.model, torch.cat((mixed.mT, rows[:, self.channels :].double()), dim=1))
+        o, _ = exact_sequence(self.model, torch.cat((mixed.mT, rows[:, self.channels :].double()), dim=1))
         scale = (o.square().mean(-1, keepdim=True) + EPS).rsqrt()
         return o * scale * self.norm.double() * z.double().sigmoid()
 

@@ -1,18 +1,15 @@
-"""Calls of `fd.fused_kda_decode`, and what they must do: a plain loop over sequences, tokens and channels in float64."""
+"""Calls of `fd.fused_kda_decode`."""
 
 from __future__ import annotations
 
-import itertools
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from flashdelta.problem.problem import record_width
 
-from .decoding import BF16, FP32, Expected, Step, amid, expected, make_step, named
+from .decoding import BF16, FP32, Step, amid, make_step, rows_of
 from .inputs import Source
 from .layer import in_memory
 
@@ -56,7 +53,7 @@ class FusedStep(Step):
         return Step(**given | {"accepted": accepted, "update": self.rows is None})
 
 
-SPEC = {"T": 3, "spec": 2, "indices": ((0, 1, 2), (3, 4, 5), (6, 7, 8)), "slots": 9}
+SPEC = {"T": 3, "spec": 2, "indices": rows_of(3, 3), "slots": 9}
 REPLAY = {"T": 4, "spec": 3, "indices": (3, 1, 6), "rows": "slots"}
 
 FUSED_STEPS = [
@@ -74,17 +71,8 @@ FUSED_STEPS = [
     FusedStep("model", "the heads of all models", K=128, V=128, B=1, indices=(1,)),
     FusedStep("bf16", "states in bfloat16, rounded once", state=BF16, gap=9),
     FusedStep("odd_pitch", "slots that no vector load aligns to", gap=9),
-    FusedStep(
-        "scattered",
-        "gates, parameters, indices and slots amid others; a bound that is not -5",
-        scattered=True,
-        bias=True,
-        lower_bound=-1.5,
-        every=3,
-        gap=32,
-        H=2,
-        HV=2,
-    ),
+    FusedStep("scattered", "gates, parameters, indices and slots amid others; a bound that is not -5", scattered=True,
+        bias=True, lower_bound=-1.5, every=3, gap=32, H=2, HV=2),
     FusedStep("zero_rows", "q and k of zeros under the L2 norm", zero_rows=True),
     FusedStep("null", "null slots, and one past the end", indices=(-1, 8, 3)),
     FusedStep("reserved", "slot 0 is reserved", indices=(0, 3, 0), null_index="non_positive"),
@@ -98,62 +86,21 @@ FUSED_STEPS = [
     FusedStep("spec", "a state for each token; start after 1, 2, 3 accepted", **SPEC, accepted=(1, 2, 3)),
     FusedStep("spec_two", "the same with two taps", **SPEC, accepted=(3, 2, 1), W=2, order="channel", HV=2),
     FusedStep("spec_first", "without counts", **SPEC, room=1, state=BF16, v_first=False),
-    FusedStep(
-        "spec_packed",
-        "fewer drafts for some, none for one, padding",
-        lengths=(3, 1, 0, 2, 0),
-        spec=2,
-        indices=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (-1, -1, -1)),
-        accepted=(2, 3, 1, 1, 1),
-        slots=12,
-        H=1,
-        HV=2,
-    ),
-    FusedStep(
-        "spec_null",
-        "null slots inside rows: a start, a target, and the window's",
-        T=3,
-        spec=2,
-        B=4,
-        indices=((1, 0, 2), (3, 0, 0), (4, 5, -1), (0, 6, 7)),
-        accepted=(2, 1, 2, 2),
-        null_index="non_positive",
-    ),
-    FusedStep(
-        "spec_bad_counts",
-        "counts of 0, 1 + S + 1 and wild ones make null sequences",
-        T=2,
-        spec=1,
-        B=5,
-        indices=((0, 1), (2, 3), (4, 5), (6, 7), (8, 9)),
-        accepted=(0, 3, -(2**31), 2**31 - 1, 2),
-        slots=10,
-    ),
-    FusedStep(
-        "spec_16",
-        "as many drafts as there may be",
-        T=17,
-        spec=16,
-        B=1,
-        indices=(tuple(range(17)),),
-        slots=17,
-        accepted=(9,),
-    ),
+    FusedStep("spec_packed", "fewer drafts for some, none for one, padding", lengths=(3, 1, 0, 2, 0), spec=2,
+        indices=(*rows_of(4, 3), (-1,) * 3), accepted=(2, 3, 1, 1, 1), slots=12, H=1,
+        HV=2),
+    FusedStep("spec_null", "null slots inside rows: a start, a target, and the window's", T=3, spec=2, B=4,
+        indices=((1, 0, 2), (3, 0, 0), (4, 5, -1), (0, 6, 7)), accepted=(2, 1, 2, 2), null_index="non_positive"),
+    FusedStep("spec_bad_counts", "counts of 0, 1 + S + 1 and wild ones make null sequences", T=2, spec=1, B=5,
+        indices=rows_of(5, 2), accepted=(0, 3, -(2**31), 2**31 - 1, 2), slots=10),
+    FusedStep("spec_16", "as many drafts as there may be", T=17, spec=16, B=1, indices=rows_of(1, 17), slots=17,
+        accepted=(9,)),
     FusedStep("replay", "records instead of states", **REPLAY, accepted=(1, 4, 2), HV=2),
     FusedStep("replay_gva8", "the same for eight value heads", **REPLAY, accepted=(1, 4, 2), HV=8, state=BF16),
     FusedStep("replay_long", "a row too short", **REPLAY | {"lengths": (4, 5, 2)}, accepted=(1, 4, 2)),
-    FusedStep(
-        "replay_rows",
-        "in rows of their own, packed, null ones and bad counts",
-        lengths=(3, 0, 2, 1, 2),
-        spec=2,
-        indices=(3, 2, 1, -1, 4),
-        rows=(1, 0, -1, 2, 2),
-        accepted=(3, 1, 2, 1, 9),
-        v_first=False,
-        gate="softplus",
-    ),
-]
+    FusedStep("replay_rows", "in rows of their own, packed, null ones and bad counts", lengths=(3, 0, 2, 1, 2), spec=2,
+        indices=(3, 2, 1, -1, 4), rows=(1, 0, -1, 2, 2), accepted=(3, 1, 2, 1, 9), v_first=False, gate="softplus"),
+]  # fmt: skip
 FUSED_BY_NAME = {step.name: step for step in FUSED_STEPS}
 
 
@@ -164,13 +111,9 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
     plain = make_step(step.plain, dtype, device, seed)
     names = {"mixed_qkv": "x", "g": "raw_g", "beta": "raw_beta", "initial_state": "state"}
     names["ssm_state_indices"] = "state_indices"
-    kept = {
-        *("A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens", "intermediate_state_indices", "gate", "scale"),
-        *("lower_bound", "use_qk_l2norm_in_kernel", "beta_is_logit", "allow_neg_eigval", "num_spec_tokens"),
-        *("state_v_first", "null_index"),
-    }
+    dropped = ("update_state", "output_final_state", "intermediate_states")
     call = {"A_log": None, "dt_bias": None, "bias": None, "norm_eps": EPS}
-    call |= {names.get(name, name): x for name, x in plain.items() if name in kept or name in names}
+    call |= {names.get(name, name): x for name, x in plain.items() if name not in dropped}
     D, W = step.channels, step.W
     weight = (source.normal(D, W) / W).to(dtype)
     if step.weights == "parts":
@@ -186,9 +129,8 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
         call["num_accepted_tokens"] = torch.tensor(step.accepted, dtype=step.offsets_dtype, device=device)
     if step.rows is not None:
         shape = len(plain["intermediate_states"]), 1 + (step.spec or 0), step.HV, record_width(step.K, step.V)
-        call["intermediate_states"] = amid(
-            source, torch.float64 if step.state == torch.float64 else FP32, shape, RECORD_GAP
-        ).fill_(torch.nan)
+        wide = torch.float64 if step.state == torch.float64 else FP32
+        call["intermediate_states"] = amid(source, wide, shape, RECORD_GAP).fill_(torch.nan)
     if step.zero_rows:
         for x in (call["x"], call["conv_state"]):
             x[:, : 2 * step.H * step.K] = 0.0
@@ -227,76 +169,3 @@ def _windows(step: FusedStep, call: dict, source: Source, dtype: torch.dtype) ->
         states = memory.view(state.dtype).as_strided(state.shape, at, D * L * dtype.itemsize // state.element_size())
         call["conv_state"] = windows.copy_(source.normal(step.slots, D, L))
         call["state"] = states.copy_(state)
-
-
-@dataclass
-class FusedExpected:
-    """In float64: `o [rows, HV, V]` with NaN for tokens of no sequence, or of one that is too long, the pools of states and
-    windows, and `each`, the states after each token of live sequences by row and token, in the order of the pool's layout.
-    `stored`: slots of states that are written; of windows `moved`, as slot and places."""
-
-    o: Tensor
-    states: Tensor
-    windows: Tensor
-    stored: set[int]
-    moved: dict[int, int] = field(default_factory=dict)
-    each: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-
-def expected_fused(step: FusedStep, call: dict) -> FusedExpected:
-    """By a loop over sequences and tokens; shares nothing with the library."""
-    t = {name: x.detach().cpu() for name, x in call.items() if isinstance(x, Tensor)}
-    x, windows = t["x"].double(), t["conv_state"].double().clone()
-    weight = t["weight"].double()
-    weight = (weight.mT if step.weights == "parts" else weight).reshape(-1, step.W)
-    lengths = (step.T,) * step.B if step.lengths is None else step.lengths
-    found = FusedExpected(torch.empty(0), torch.empty(0), windows, set())
-    mixed = torch.full_like(x, torch.nan)
-    fits = [length <= 1 + (step.spec or 0) for length in lengths]
-    live = [fits[n] and _is_live(step, n, len(windows)) for n in range(len(lengths))]
-    for n, (begin, length) in enumerate(zip(itertools.accumulate((0, *lengths)), lengths)):
-        if not live[n]:
-            continue
-        count = 1 if step.accepted is None else step.accepted[n]
-        index = step.indices[n]
-        slot = index[0] if isinstance(index, tuple) else index
-        inputs = [windows[slot, :, count - 1 + i].clone() for i in range(step.W - 1)]
-        inputs += [x[begin + i] for i in range(length)]
-        for i in range(length):
-            total = sum(inputs[i + j] * weight[:, j] for j in range(step.W))
-            mixed[begin + i] = F.silu(total if call["bias"] is None else total + t["bias"].double())
-        if length > 0:
-            found.moved[slot] = step.W - 2 + length
-            for place, value in enumerate(inputs[1:]):
-                windows[slot, :, place] = value
-    plain, dead = step.plain, -1
-    indices = tuple(
-        i if ok else (dead,) * len(i) if isinstance(i, tuple) else dead for i, ok in zip(step.indices, live)
-    )
-    plain = replace(plain, indices=indices, layout="mixed_rows")
-    given = {"mixed_qkv": mixed, "g": t["raw_g"], "beta": t["raw_beta"], "initial_state": t["state"]}
-    given |= {name: t[name] for name in ("A_log", "dt_bias") if name in t}
-    if step.rows is not None:
-        given["intermediate_states"] = t["state"].new_zeros(
-            len(t["intermediate_states"]), 1 + (step.spec or 0), *step.state_shape
-        )
-    truth: Expected = expected(plain, given)
-    z = t["output_gate"].double().view(-1, step.HV, step.V)
-    o = truth.o.view(-1, step.HV, step.V)
-    norm = (o.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    found.o = o * norm * t["norm_weight"].double() * z.sigmoid()
-    for begin, length, fit in zip(itertools.accumulate((0, *lengths)), lengths, fits):
-        if not fit:
-            found.o[begin : begin + length] = torch.nan
-    found.states, found.stored = truth.pool, truth.stored
-    found.each = {} if truth.intermediate is None else {at: truth.intermediate[at] for at in truth.stored_rows}
-    return found
-
-
-def _is_live(step: FusedStep, n: int, slots: int) -> bool:
-    index = step.indices[n]
-    count = 1 if step.accepted is None else step.accepted[n]
-    if not 1 <= count <= 1 + (step.spec or 0):
-        return False
-    wanted = (index[0], index[count - 1]) if isinstance(index, tuple) else (index,)
-    return all(named(step, i, slots) for i in wanted)

@@ -12,7 +12,7 @@ from flashdelta.kernels.stages.finish import gate_sums_kernel
 from flashdelta.program.launch import Launch
 
 from .inputs import TOKEN_TENSORS
-from .oracle import covered_tokens, float64
+from .oracle import covered_tokens, float64, poisoned_memory
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
@@ -44,6 +44,21 @@ def gradients(call: dict, grad_o: Tensor, grad_final: Tensor, op: Callable = fd.
 def true_gradients(call: dict, grad_o: Tensor, grad_final: Tensor) -> dict[str, Tensor]:
     """By the float64 reference."""
     return gradients(float64(call) | {"backend": "reference"}, grad_o, grad_final)
+
+
+def same_gradients(found: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    """Whether all that are found have the same bits."""
+    return all(torch.equal(x, want[name]) for name, x in found.items())
+
+
+def check_gradients(call: dict, tolerance: float) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The gradients, and their errors."""
+    grads = incoming(call)
+    with poisoned_memory():
+        found = gradients(call, *grads)
+    errors = relative_errors(found, true_gradients(call, *grads))
+    assert all(error <= tolerance for error in errors.values()), errors
+    return found, errors
 
 
 def relative_errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Calls of `fd.gated_rms_norm` and `fd.short_convolution`, and what they must find, worked out token by token."""
+"""Calls of `fd.gated_rms_norm` and `fd.short_convolution`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import zlib
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-ACTIVATIONS = {None: lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu}
 
 
 def normal(source: torch.Generator, *shape: int) -> Tensor:
@@ -74,16 +71,6 @@ def make_norm(case: NormCase, dtype: torch.dtype = torch.float32, device: str = 
         call = {name: in_memory(y, 3) for name, y in call.items()}
     call["weight"] = weight.to(wide_of(dtype) if case.wide else dtype).to(device)
     return call | {"eps": case.eps, "activation": case.activation}
-
-
-def normed_by_rows(call: dict) -> Tensor:
-    """Row by row in float64."""
-    x, z, weight = (call[name].double() for name in ("x", "z", "weight"))
-    rows = []
-    for a, b in zip(x.reshape(-1, x.shape[-1]), z.reshape(-1, x.shape[-1])):
-        mean = sum(a * a) / len(a)
-        rows.append(a / (mean + call["eps"]).sqrt() * weight * ACTIVATIONS[call["activation"]](b))
-    return torch.stack(rows).view(x.shape) if rows else torch.zeros_like(x)
 
 
 # ---- short_convolution ------------------------------------------------------------------------------------------------------
@@ -151,63 +138,27 @@ CONVOLUTION_CASES = [
     ConvolutionCase("tiles", "sequences of several tiles", lengths=(70, 129, 64), state=0, bias=True),
     ConvolutionCase("pool", "states in a pool, with null indices", lengths=LENGTHS, **SIX),
     ConvolutionCase("pool_by_token", "channels innermost", lengths=LENGTHS, order="token", bias=True, **SIX),
-    ConvolutionCase(
-        "pool_flags",
-        "new sequences in old slots, slot 0 reserved",
-        lengths=LENGTHS,
-        flags=(True, True, True, True, True, False),
-        null_index="non_positive",
-        **SIX,
-    ),
+    ConvolutionCase("pool_flags", "new sequences in old slots, slot 0 reserved", lengths=LENGTHS,
+        flags=(True, True, True, True, True, False), null_index="non_positive", **SIX),
     ConvolutionCase("step", "a token of each sequence, states of W inputs", B=4, T=1, indices=(2, 0, -1, 4), state=1),
-    ConvolutionCase(
-        "marks",
-        "a checkpoint each, with none, past the end, at it",
-        B=4,
-        marks=(3, 0, 41, 40),
-        rows=(2, 1, 0, 4),
-        buffer=6,
-    ),
-    ConvolutionCase(
-        "marks_packed",
-        "several of each, some inside the state before, null rows and one past the end",
-        lengths=LENGTHS,
-        marks=((1, 6), (-7, 2**40), (1, 0), (2, 35), (16, 17), (1, 2)),
-        rows=((5, 0), (1, 1), (-1, 1), (2, 3), (9, 4), (4, 6)),
-        buffer=7,
-        state=1,
-        order="token",
-    ),
-    ConvolutionCase(
-        "marks_pool",
-        "from a pool that the same call stores to; row 0 is a row though slot 0 is none",
-        lengths=LENGTHS,
-        flags=(True, True, True, True, True, False),
-        null_index="non_positive",
-        marks=(1, 0, 1, 2, 3, 1),
-        rows=(0, 5, 1, 2, 3, 4),
-        buffer=5,
-        **SIX,
-    ),
-    ConvolutionCase(
-        "every", "regular ones, one more buffer row than there are", B=2, T=130, state=0, every=64, buffer=7
-    ),
-    ConvolutionCase(
-        "every_packed",
-        "the same of packed sequences, and too few rows",
-        lengths=(64, 0, 129, 1, 65),
-        W=3,
-        state=0,
-        every=64,
-        buffer=6,
-    ),
-    ConvolutionCase(
-        "every_pool", "the same from a pool", lengths=(65, 1, 128), W=2, indices=(2, -1, 0), state=1, every=64, buffer=9
-    ),
+    ConvolutionCase("marks", "a checkpoint each, with none, past the end, at it", B=4, marks=(3, 0, 41, 40),
+        rows=(2, 1, 0, 4), buffer=6),
+    ConvolutionCase("marks_packed", "several of each, some inside the state before, null rows and one past the end",
+        lengths=LENGTHS, marks=((1, 6), (-7, 2**40), (1, 0), (2, 35), (16, 17), (1, 2)),
+        rows=((5, 0), (1, 1), (-1, 1), (2, 3), (9, 4), (4, 6)), buffer=7, state=1, order="token"),
+    ConvolutionCase("marks_pool", "from a pool that the same call stores to; row 0 is a row though slot 0 is none",
+        lengths=LENGTHS, flags=(True, True, True, True, True, False), null_index="non_positive",
+        marks=(1, 0, 1, 2, 3, 1), rows=(0, 5, 1, 2, 3, 4), buffer=5, **SIX),
+    ConvolutionCase("every", "regular ones, one more buffer row than there are", B=2, T=130, state=0, every=64,
+        buffer=7),
+    ConvolutionCase("every_packed", "the same of packed sequences, and too few rows", lengths=(64, 0, 129, 1, 65), W=3,
+        state=0, every=64, buffer=6),
+    ConvolutionCase("every_pool", "the same from a pool", lengths=(65, 1, 128), W=2, indices=(2, -1, 0), state=1,
+        every=64, buffer=9),
     ConvolutionCase("empty", "no token", T=0, state=0),
     ConvolutionCase("no_sequence", "offsets of no sequence", lengths=(), padding=3),
-]
-MARKS = ("offsets", "indices")
+]  # fmt: skip
+MARKS = ("checkpoint_indices", "checkpoint_offsets")
 CONVOLUTION_BY_NAME = {case.name: case for case in CONVOLUTION_CASES}
 
 
@@ -240,82 +191,10 @@ def make_convolution(case: ConvolutionCase, dtype: torch.dtype = torch.float32, 
         length = case.W - 1 + (case.state or 0)
         call["checkpoint_states"] = normal(source, case.buffer, length, case.D).to(wide_of(dtype)).to(device).mT
     if case.marks is not None:
-        call |= {"checkpoint_offsets": torch.tensor(case.marks), "checkpoint_indices": torch.tensor(case.rows)}
-        call |= {name: call[name].to(device) for name in ("checkpoint_offsets", "checkpoint_indices")}
+        call |= {name: torch.tensor(x, device=device) for name, x in zip(MARKS, (case.rows, case.marks))}
     if case.every is not None:
         call["checkpoint_every"] = case.every
     return call
-
-
-def sequences_of(call: dict) -> list[tuple[int, int, int]]:
-    """Batch row, first and past-the-last token."""
-    if call.get("cu_seqlens") is None:
-        return [(b, 0, call["x"].shape[1]) for b in range(call["x"].shape[0])]
-    return [(0, begin, end) for begin, end in itertools.pairwise(call["cu_seqlens"].tolist())]
-
-
-def inputs_of_sequence(call: dict, n: int) -> tuple[Tensor, int]:
-    """The inputs before sequence `n`, zeros where it starts anew, and its own, `[L + tokens, D]`; and its slot, -1 for none."""
-    x, W = call["x"].double(), call["weight"].shape[-1]
-    row, begin, end = sequences_of(call)[n]
-    pool, initial, buffer = (call.get(name) for name in ("state_pool", "initial_state", "checkpoint_states"))
-    given = initial if pool is None else pool
-    sized = buffer if given is None else given
-    past, slot = x.new_zeros(W - 1 if sized is None else sized.shape[2], x.shape[2]), n
-    if pool is not None:
-        slot = int(call["state_indices"][n])
-        lowest = 1 if call["null_index"] == "non_positive" else 0
-        slot = slot if lowest <= slot < pool.shape[0] else -1
-    if given is not None and slot >= 0 and (call.get("has_initial_state") is None or call["has_initial_state"][n]):
-        past = given[slot].double().T
-    return torch.cat([past, x[row, begin:end]]), slot
-
-
-def checkpoints_by_tokens(call: dict) -> Tensor:
-    """The buffer of checkpoints after the call."""
-    buffer = call["checkpoint_states"].double().clone()
-    L, next_row = buffer.shape[2], 0
-    for n, (_, begin, end) in enumerate(sequences_of(call)):
-        if call.get("checkpoint_every") is not None:
-            offsets = [*range(0, end - begin, call["checkpoint_every"])]
-            rows = [*range(next_row, next_row + len(offsets))]
-            next_row += len(offsets)
-        else:
-            marks = ([x] if isinstance(x, int) else x for x in (call[f"checkpoint_{y}"][n].tolist() for y in MARKS))
-            offsets, rows = marks
-            rows = [row if offset > 0 else -1 for offset, row in zip(offsets, rows)]
-        inputs = inputs_of_sequence(call, n)[0]
-        for offset, row in zip(offsets, rows):
-            if offset <= end - begin and 0 <= row < len(buffer):
-                buffer[row] = inputs[offset : offset + L].T
-    return buffer
-
-
-def convolved_by_tokens(call: dict) -> tuple[Tensor, Tensor]:
-    """Token by token in float64: `o`, with NaN for tokens of no sequence, and the states after all sequences, or the pool."""
-    x, D = call["x"].double(), call["x"].shape[2]
-    weight = call["weight"].double().reshape(D, -1)
-    W = weight.shape[1]
-    pool = call.get("state_pool")
-    o, states = torch.full_like(x, torch.nan), []
-    after = None if pool is None else pool.double().clone()
-    length = W - 1
-    for n, (row, begin, end) in enumerate(sequences_of(call)):
-        inputs, slot = inputs_of_sequence(call, n)
-        length = len(inputs) - (end - begin)
-        for t in range(begin, end):
-            window = inputs[length + t - begin - (W - 1) : length + t - begin + 1]
-            total = (window * weight.T).sum(0)
-            if call["bias"] is not None:
-                total = total + call["bias"].double()
-            o[row, t] = ACTIVATIONS[call["activation"]](total)
-        last = inputs[len(inputs) - length :].T
-        if after is not None and slot >= 0 and end > begin:
-            after[slot] = last
-        states.append(last)
-    if after is not None:
-        return o, after
-    return o, torch.stack(states) if states else x.new_zeros(0, D, length)
 
 
 DIFFERENTIABLE = ("x", "z", "weight", "bias", "initial_state")

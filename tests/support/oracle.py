@@ -15,12 +15,14 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.runtime.call import check
+from flashdelta.tools import cases as verified
+from flashdelta.tools.cases import relative_error
 
 from . import rounding
 from .cases import Case
 from .inputs import sequence_calls
 
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
+TOLERANCE = verified.TOLERANCE | {torch.float64: 1e-11}
 """Relative error that a kernel working in this dtype may have."""
 
 FEW_TOKENS, TOLERANCE_FOR_FEW = 8, 1e-2
@@ -53,21 +55,6 @@ def one_rounding(dtype: torch.dtype) -> float:
 def state_tolerance(dtype: torch.dtype, state_dtype: torch.dtype) -> float:
     """For a state that a kernel working in `dtype` rounds once to `state_dtype` on its way out."""
     return TOLERANCE[dtype] + one_rounding(state_dtype)
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """`||got - want|| / ||want||` in float64; 0 if they are equal, inf if only `want` is 0, NaN if `got` has one."""
-    got, want = got.detach().double(), want.detach().double()
-    difference, size = (got - want).norm().item(), want.norm().item()
-    if difference == 0.0:
-        return 0.0
-    return difference / size if size > 0 else difference * float("inf")
-
-
-def absolute_errors(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """Root mean square and maximum of `|got - want|`, in float64; NaN if either holds one."""
-    error = (got.detach().double() - want.detach().double()).abs()
-    return error.square().mean().sqrt().item(), error.max().item()
 
 
 def row_excess(got: Tensor, want: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 
 import flashdelta as fd
 
-from .buffers import BufferCase, buffer_call
 from .cases import BF16, BOUNDED, FP32, Case
 from .decoding import Step, make_step
 from .decoding_checks import replay_buffer
@@ -19,7 +18,7 @@ from .fused import FusedStep, make_fused
 from .inputs import make_call
 from .layer import ConvolutionCase, NormCase, make_convolution, make_norm
 from .oracle import as_recurrent
-from .pools import PoolCase, pool_call
+from .pools import PoolCase, as_recurrent_pool, pool_call
 from .prefills import prefill_call
 from .wy import WyCase, make_wy
 
@@ -33,6 +32,21 @@ FUSED = FusedStep("replay", "", K=64, V=64, HV=1, bias=True)
 POOL = {"case": replace(PACKED, state=BF16), "indices": (4, 1, 2)}
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 HOPPER, PORTABLE = ("triton", "hopper"), ("triton",)
+
+
+def call_of(
+    op: Callable, case: Any, dtype: torch.dtype = BF16, device: torch.device | str = "cpu", seed: int = 0
+) -> dict:
+    """Arguments of a public function, for a case of any kind."""
+    makers = {PoolCase: pool_call, FusedStep: make_fused, Step: make_step}
+    if isinstance(case, (WyCase, ConvolutionCase, NormCase)):
+        return {WyCase: make_wy, ConvolutionCase: make_convolution, NormCase: make_norm}[type(case)](
+            case, dtype, device
+        )
+    if op is fd.kda_prefill:
+        return prefill_call(case, device, seed)
+    call = makers.get(type(case), make_call)(case, dtype, device, seed)
+    return as_recurrent_pool(call) if op is fd.fused_recurrent_kda else call
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ def accepted(call: dict) -> dict:
     return call | {"num_accepted_tokens": torch.tensor([2, 0, 3], dtype=torch.int32)}
 
 
-CHECKPOINTS = BufferCase("", "", PACKED, every=64, rows=3, final=FP32)
+CHECKPOINTS = PoolCase("", "", PACKED, every=64, rows=3, final=FP32, split=False)
 IN_POOL = PoolCase("replay", "", flags=(True, False, True), **POOL)
 
 ROWS = [
@@ -81,7 +95,7 @@ ROWS = [
     Row("chunk split", fd.chunk_kda, chunk(replace(CHUNK, T=130), split=2)),
     Row("chunk pool", fd.chunk_kda, lambda: pool_call(IN_POOL, BF16), writes=("state_pool",)),
     Row("chunk out", fd.chunk_kda, lambda: chunk(CHUNK)() | {"out": torch.zeros(1, 70, 2, 64).bfloat16()}, writes=("out",)),
-    Row("chunk checkpoints", fd.chunk_kda, lambda: buffer_call(CHECKPOINTS, BF16), writes=("checkpoint_states", "final_state")),
+    Row("chunk checkpoints", fd.chunk_kda, lambda: pool_call(CHECKPOINTS, BF16), writes=("checkpoint_states", "final_state")),
     Row("chunk backward", fd.chunk_kda, chunk(CHUNK), leaves=LEAVES),
     Row("chunk packed kept backward", fd.chunk_kda, chunk(PACKED, disable_recompute=True), leaves=LEAVES),
     Row("chunk split backward", fd.chunk_kda, chunk(replace(CHUNK, T=130), split=2), leaves=LEAVES),

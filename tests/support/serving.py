@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .engines import Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_outputs
+from .engines import Batch, K3Step, KimiLinear, Marks, Model, SGLang
 from .oracle import assert_close, same_bits
 
 PIECE, LONGEST, MOST_NEW, RUNNING = 96, 200, 12, 6
@@ -49,10 +49,16 @@ class Checkpoint:
 
 
 class Serving:
-    """`drafts`: speculative tokens a sequence, 0 for none."""
+    """`drafts`: speculative tokens a sequence, 0 for none. `longest`: prompt; without prompts nothing is prefilled."""
 
-    def __init__(self, layer: KimiLinear, drafts: int, tolerance: float, seed: int = 0):
-        self.layer, self.model, self.drafts, self.tolerance = layer, layer.model, drafts, tolerance
+    def __init__(self, layer: KimiLinear, drafts: int, tolerance: float, seed: int = 0, longest: int = LONGEST):
+        self.layer, self.model, self.drafts, self.tolerance, self.longest = (
+            layer,
+            layer.model,
+            drafts,
+            tolerance,
+            longest,
+        )
         self.random = random.Random(seed)
         self.read_only = isinstance(layer, SGLang)
         slots = RUNNING * (1 + drafts) + 8
@@ -82,7 +88,7 @@ class Serving:
         while arrivals and len(self.running) < RUNNING and self.random.random() < 0.5:
             self.arrive()
         for request in self.running:
-            if arrivals and request.done and self.random.random() < EVICTED:
+            if arrivals and self.longest and request.done and self.random.random() < EVICTED:
                 self.evict(request)
         waiting = [x for x in self.running if x.done < x.prompt]
         ready = [x for x in self.running if x.done >= x.prompt]
@@ -96,7 +102,7 @@ class Serving:
     # ---- requests -------------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        prompt = self.random.randint(1, LONGEST)
+        prompt = self.random.randint(min(1, self.longest), self.longest)
         taken = self.random.choice(self.checkpoints) if self.checkpoints and self.random.random() < REUSED else None
         rows = self.model.tokens(prompt + self.random.randint(1, MOST_NEW))
         count = 1 if self.read_only else 1 + self.drafts
@@ -108,7 +114,7 @@ class Serving:
             self.pool[request.slots[0]] = self.pool[taken.slot]
             self.hits += 1
         elif not self.layer.flagged:
-            self.pool[request.slots[0]] = 0
+            self.layer.start(self.pool, request.slots[0])
         self.running.append(request)
 
     def evict(self, request: Request) -> None:
@@ -119,12 +125,12 @@ class Serving:
         request.prompt, request.done, request.known, request.accepted = max(request.prompt, request.done), 0, 0, 1
         request.outputs.clear()
         if not self.layer.flagged:
-            self.pool[request.slots[0]] = 0
+            self.layer.start(self.pool, request.slots[0])
         self.evicted += 1
 
     def finish(self, request: Request) -> None:
         got = torch.cat(request.outputs)
-        assert_close("o", got, exact_outputs(self.model, request.rows)[request.known :], self.tolerance)
+        assert_close("o", got, self.layer.exact(request.rows)[request.known :], self.tolerance)
         self.running.remove(request)
         self.free += request.slots
         self.finished += 1
@@ -204,46 +210,34 @@ def serve(make: Callable[[Model], KimiLinear], model: Model, drafts: int, tolera
     return serving
 
 
-# ---- whole steps --------------------------------------------------------------------------------------------------------
-
-
-def serve_steps(step: K3Step, tolerance: float, rounds: int, seed: int = 0) -> int:
-    """Requests that arrive at random and are decoded together, or verified with drafts, from windows and states of zeros, in
-    padded batches of a `K3Step`; each against its own tokens alone in float64. Returns how many finished."""
-    model, chance, each = step.model, random.Random(seed), 1 + step.drafts
+def serve_steps(step: K3Step, tolerance: float, rounds: int) -> int:
+    """The same of a `K3Step`, without prompts: windows and states start from zeros. Returns how many requests finished."""
     assert step.backends() == ("flashdelta", "flashinfer" if step.drafts else "native")
-    pool, windows = model.pool(RUNNING * each + 1), step.windows(RUNNING * each + 1)
-    reserved = pool[0].clone(), windows[0].clone()
-    free, running, finished = [*range(1, len(pool))], [], 0
-    gates: dict[Request, Tensor] = {}
-    for at in range(rounds + MOST_NEW):
-        while at < rounds and len(running) < RUNNING and chance.random() < 0.5:
-            chance.shuffle(free)
-            running.append(Request(model.tokens(chance.randint(1, MOST_NEW)), 0, [free.pop() for _ in range(each)]))
-            gates[running[-1]] = step.output_gate(len(running[-1].rows))
-            pool[running[-1].slots[0]] = windows[running[-1].slots[0]] = 0
-        lengths = [min(chance.randint(1, each), len(x.rows) - x.done) for x in running]
-        padding = -len(running) % GRAPH
-        parts = [(x, slice(x.done, x.done + n)) for x, n in zip(running, lengths)]
-        made_up = padding if not step.drafts else 1
-        rows = torch.cat([*(x.rows[part] for x, part in parts), model.tokens(made_up)])
-        z = torch.cat([*(gates[x][part] for x, part in parts), step.output_gate(made_up)])
-        table = model.index([i for x in running for i in x.slots] + [0] * each * padding).view(-1, each)
-        batch = Batch(model, rows, lengths + [0 if step.drafts else 1] * padding)
-        counts = model.index([x.accepted for x in running] + [1] * padding)
-        drafts = (table, counts) if step.drafts else (table[:, 0],)
-        if running:
-            o = step.fused(batch, z, pool, windows, *drafts)[0]
-            for request, out, n in zip([*running], o.split([*lengths, len(o) - sum(lengths)]), lengths):
-                request.accepted = chance.randint(1, n)
-                request.outputs.append(out[: request.accepted])
-                request.done += request.accepted
-                if request.done == len(request.rows):
-                    want = step.exact_sequence(request.rows, gates.pop(request))
-                    assert_close("o", torch.cat(request.outputs), want, tolerance)
-                    running.remove(request)
-                    free += request.slots
-                    finished += 1
-    assert not running
-    assert same_bits(pool[0], reserved[0]) and same_bits(windows[0], reserved[1]), "slot 0 was written"
-    return finished
+    layer = Stepped(step)
+    reserved = layer.windows[0].clone()
+    serving = Serving(layer, step.drafts, tolerance, longest=0)
+    serving.run(rounds)
+    assert same_bits(layer.windows[0], reserved), "slot 0 was written"
+    return serving.finished
+
+
+class Stepped(KimiLinear):
+    """A layer of a whole step. What gates decays gates outputs, too."""
+
+    flagged = False
+
+    def __init__(self, step: K3Step):
+        self.step, self.model = step, step.model
+        self.windows = step.windows(RUNNING * (1 + step.drafts) + 8)
+
+    def start(self, pool: Tensor, slot: int) -> None:
+        pool[slot] = self.windows[slot] = 0
+
+    def exact(self, rows: Tensor) -> Tensor:
+        return self.step.exact_sequence(rows, Batch(self.model, rows, [len(rows)]).g[0])
+
+    def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
+        return self.step.fused(batch, batch.g[0], pool, self.windows, slots)
+
+    def verify(self, batch: Batch, pool: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
+        return self.step.fused(batch, batch.g[0], pool, self.windows, slots, accepted)

@@ -15,6 +15,7 @@ import flashdelta as fd
 
 from .cases import Case
 from .inputs import LAYOUTS, packed_offsets
+from .oracle import poisoned_memory
 
 NAMES = ("dq", "dk", "dv", "dbeta", "dg", "dA")
 TENSORS = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv")
@@ -94,40 +95,11 @@ def exact(call: dict) -> dict[str, Tensor]:
     return dict(zip(NAMES, fd.kernels.chunk_bwd_wy_dqkg(**call | wide | {"backend": "reference"})))
 
 
-def by_definition(call: dict) -> dict[str, Tensor]:
-    """The same by autograd, from what a chunk computes: `<do, o> + <dh, S'> + <dv, v'>` where `o = scale (q exp G) S`,
-    `S' = exp(G_C) S + (k exp(G_C - G))^T v_new` and `v' = (I + A)^-1 (beta (v - (k exp G) S))`."""
-    group = call["v"].shape[2] // call["q"].shape[2]
-    unit = math.log(2.0) if call["use_exp2"] else 1.0
-    leaves = {name: call[name].double().repeat_interleave(group, 2).requires_grad_() for name in ("q", "k")}
-    leaves |= {name: call[name].double().requires_grad_() for name in ("v", "beta")}
-    leaves["g"] = (call["g"].double() * unit).requires_grad_()
-    added = torch.zeros_like(call["A"], dtype=torch.float64).requires_grad_()
-    scale = call["q"].shape[3] ** -0.5 if call["scale"] is None else call["scale"]
-    total = added.sum() * 0.0
-    for b, start, end, row in chunks(call):
-        for head in range(call["v"].shape[2]):
-            own = (b, slice(start, end), head)
-            S, grad_S = (call[name][b, row, head].double() for name in ("h", "dh"))
-            if call["state_v_first"]:
-                S, grad_S = S.T, grad_S.T
-            q, k, v, g, beta = (leaves[name][own] for name in ("q", "k", "v", "g", "beta"))
-            M = call["A"][own][:, : end - start].double()
-            # to first order (I + A + E)^-1 = M - M E M
-            M = M - M @ added[own][:, : end - start] @ M
-            v_new = M @ (beta[:, None] * (v - (k * g.exp()) @ S))
-            after = g[-1].exp()[:, None] * S + (k * (g[-1] - g).exp()).T @ call["v_new"][own].double()
-            o = scale * (q * g.exp()) @ S
-            total = total + sum(
-                (x * grad.double()).sum()
-                for x, grad in ((o, call["do"][own]), (after, grad_S), (v_new, call["dv"][own]))
-            )
-    wanted = [*(leaves[name] for name in ("q", "k", "v", "beta", "g")), added]
-    found = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
-    of_A = found[-1].clone()
-    for b, start, end, _ in chunks(call):
-        of_A[b, start:end] = of_A[b, start:end].transpose(0, 1).tril(-1).transpose(0, 1)
-    return dict(zip(NAMES, (*found[:-1], of_A)))
+def check_wy(case: WyCase, dtype: torch.dtype, backend: str, device: str, tolerance: float) -> None:
+    call = make_wy(case, dtype, device)
+    with poisoned_memory():
+        found = errors(fd.kernels.chunk_bwd_wy_dqkg(**call, backend=backend), exact(call))
+    assert all(error <= tolerance for error in found.values()), found
 
 
 def errors(found: tuple[Tensor, ...], want: dict[str, Tensor]) -> dict[str, float]:

@@ -7,20 +7,11 @@ import torch
 
 import flashdelta as fd
 
-from ..support.buffers import (
-    BY_NAME,
-    CASES,
-    SPLITS,
-    BufferCase,
-    buffer_call,
-    buffer_id,
-    by_pieces,
-    hold_buffers,
-    with_memory_of_its_own,
-)
 from ..support.cases import FP32
 from ..support.decoding import memory_of
-from ..support.oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
+from ..support.oracle import as_recurrent, same_bits
+from ..support.pools import BUFFERS, SPLITS, PoolCase, hold_pool, pool_call, pool_id, with_memory_of_its_own
+from ..support.pools import BUFFERS_BY_NAME as BY_NAME
 
 FINAL = [BY_NAME[name] for name in ("only_final", "only_final_bf16", "no_tokens", "no_sequences")]
 
@@ -30,28 +21,24 @@ def without_checkpoints(call: dict) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.float64], ids=str)
-@pytest.mark.parametrize("buffer_case", CASES + SPLITS, ids=buffer_id)
-def test_call_is_the_recurrence(buffer_case: BufferCase, dtype: torch.dtype):
-    call = buffer_call(buffer_case, dtype)
-    pieces = by_pieces(fd.chunk_kda, call)
-    results = hold_buffers(call, TOLERANCE[dtype], lambda states: state_tolerance(dtype, states))
-    if pieces.h is not None:
-        assert_close("h", results[2], pieces.h, TOLERANCE[dtype])
+@pytest.mark.parametrize("pool_case", BUFFERS + SPLITS, ids=pool_id)
+def test_call_is_the_recurrence(pool_case: PoolCase, dtype: torch.dtype):
+    hold_pool(fd.chunk_kda, pool_call(pool_case, dtype))
 
 
-@pytest.mark.parametrize("name", [x.name for x in CASES + SPLITS if x.every is not None])
+@pytest.mark.parametrize("name", [x.name for x in BUFFERS + SPLITS if x.every is not None])
 def test_regular_checkpoints_change_no_bit(name: str):
-    call = buffer_call(BY_NAME[name])
+    call = pool_call(BY_NAME[name])
     want = fd.chunk_kda(**without_checkpoints(with_memory_of_its_own(call)))
     found = fd.chunk_kda(**call)
     assert len(found) == len(want)
     assert all(same_bits(x, y) for x, y in zip(found, want))
 
 
-@pytest.mark.parametrize("buffer_case", FINAL, ids=buffer_id)
+@pytest.mark.parametrize("pool_case", FINAL, ids=pool_id)
 @pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
-def test_a_final_state_is_what_is_returned_without(op, buffer_case: BufferCase):
-    call = without_checkpoints(buffer_call(buffer_case))
+def test_a_final_state_is_what_is_returned_without(op, pool_case: PoolCase):
+    call = without_checkpoints(pool_call(pool_case))
     call = call if op is fd.chunk_kda else as_recurrent(call)
     given = call.pop("final_state")
     want = op(**call | {"output_final_state": True})[1]
@@ -64,7 +51,7 @@ def test_a_final_state_is_what_is_returned_without(op, buffer_case: BufferCase):
 
 @pytest.mark.parametrize("name", ["every_packed", "many_offsets", "offsets_pool", "split_every"])
 def test_traced_calls_write_the_buffers(name: str):
-    call = buffer_call(BY_NAME[name])
+    call = pool_call(BY_NAME[name])
     other = with_memory_of_its_own(call)
     want = fd.chunk_kda(**call)
     torch._dynamo.reset()

@@ -20,13 +20,11 @@ from ..support.layer import (
     NORM_CASES,
     ConvolutionCase,
     NormCase,
-    checkpoints_by_tokens,
-    convolved_by_tokens,
     leaves_of,
     make_convolution,
     make_norm,
-    normed_by_rows,
 )
+from ..support.layer_checks import check_convolution, check_norm
 from ..support.oracle import same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -34,31 +32,17 @@ pytestmark = pytest.mark.usefixtures("as_on_gpu")
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
-def states_after(call: dict, final: Tensor | None) -> Tensor:
-    return call["state_pool"] if final is None else final
-
-
 # ---- the reference ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", NORM_CASES, ids=str)
 def test_norm_is_that_of_each_row(case: NormCase):
-    call = make_norm(case, torch.float64)
-    o = fd.gated_rms_norm(**call)
-    assert o.is_contiguous() and o.dtype == torch.float64
-    close(o, normed_by_rows(call))
+    check_norm(case, torch.float64)
 
 
 @pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=str)
 def test_convolution_is_that_of_each_token(case: ConvolutionCase):
-    call = make_convolution(case, torch.float64)
-    want, states = convolved_by_tokens(call)
-    buffer = checkpoints_by_tokens(call) if "checkpoint_states" in call else None
-    o, final = fd.short_convolution(**call)
-    close(o[~want.isnan()], want[~want.isnan()])
-    close(states_after(call, final), states)
-    if buffer is not None:
-        assert torch.equal(call["checkpoint_states"], buffer)
+    check_convolution(case, torch.float64)
 
 
 @pytest.mark.parametrize("case", [NORM_BY_NAME[name] for name in ("silu", "fused", "one", "none")], ids=str)

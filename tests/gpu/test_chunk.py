@@ -1,0 +1,399 @@
+"""Every backend with kernels, over the whole list of semantics, against the float64 reference: gates, options, lengths, memory
+layouts, adversarial inputs, long calls; and what must hold to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+import flashdelta as fd
+
+from ..support.cases import BF16, BOUNDED, BY_NAME, CASES, FP16, FP32, HARD_CASES, Case, case_id, named
+from ..support.inputs import TOKEN_TENSORS, narrow, sequence_calls
+from ..support.oracle import chunked_truth, poisoned_memory, same_bits, tolerance_of, truth
+from ..support.readouts import OPERATORS, check_layer, check_readout
+from .calls import (
+    BOTH,
+    CALLS_TO_A_REPLAY,
+    KIMI,
+    MODELS,
+    UNBOUNDED,
+    assert_same_bits,
+    check,
+    gpu_call,
+    hold,
+    hold_each,
+    joined,
+    lengths_between,
+    of_sequence,
+    on_gpu,
+    poisoned,
+    slack_of,
+)
+
+pytestmark = pytest.mark.gpu
+
+SOME = named(
+    *("T1", "T65", "chunk32", "decay", "decay_promised", "softplus", "bounded", "wide_gate", "beta_double"),
+    *("gva4", "state_v_first", "state_bf16", "packed", "packed_chunk32", "packed_unused", "fused", "h"),
+)
+# Heads, lengths and packing are run-time values: these compile nothing new.
+RATIOS = [(1, 1), (2, 2), (4, 4), (2, 4), (3, 6), (2, 8), (1, 8), (12, 12)]
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 131, 257, 1021)
+LEFT_OVER = [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128,) * 4]
+"""As many tokens whatever the lengths, as in a CUDA graph."""
+
+CHUNKS_OF_H = [(200,), (1,) * 300, (100, 0, 300), (64,) * 20]
+"""Where the chunks of a sequence start in `h` depends on all sequences before it; 300 are more than one block."""
+
+LAYOUTS = {
+    "fused": {"layout": "fused", "H": 8, "HV": 8},  # rows a multiple of 16 bytes long, as a model's are
+    "fused, grouped heads": {"layout": "fused", "H": 4, "HV": 8},
+    "fused, odd rows": {"layout": "fused", "H": 3, "HV": 3},
+    "one element off": {"layout": "odd_offset"},
+    "padded rows": {"layout": "padded"},
+    "padded rows, fp32 gate": {"layout": "padded", "wide_gate": True},
+    "head first": {"layout": "head_first"},
+    "head first, fp32 gate": {"layout": "head_first", "wide_gate": True},
+    "one head for all": {"layout": "expanded"},
+    "tokens innermost": {"layout": "tokens_innermost"},
+}
+
+
+BETWEEN = {"lengths": (65, 0, 3, 130), "unused": 2, "state": FP32, "v_first": True}
+EXACT = replace(UNBOUNDED, name="exact", gate="none", beta="value")
+BOTH_PATHS = [
+    *(replace(KIMI, name=f"bounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated",
+        "raw_1000")),
+    *(replace(UNBOUNDED, name=f"unbounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated")),
+    *(replace(EXACT, name=f"{name}, {hard}", safe=safe, hard=hard, T=130) for name, safe in (("promised", True),
+        ("any decay", False)) for hard in ("g0", "g-5", "beta_to_2", "beta_zero")),
+    replace(KIMI, name="double logits", beta="double_logit", hard="beta_saturated", T=130),
+    replace(KIMI, name="no L2 norm", l2norm=False, hard="pinned", T=130),
+    Case("half bound", "", gate="lower_bound", lower_bound=-0.5, hard="pinned", K=128, V=128, T=130),
+    Case("no parameters", "", has_A_log=False, has_dt_bias=False, hard="pinned", K=128, V=128, **BOUNDED),
+]  # fmt: skip
+LONG_AND_HARD = [
+    replace(model, name=f"{model.name}, {hard}", hard=hard, T=4096, H=2, HV=2)
+    for model, kinds in {
+        KIMI: ("pinned", "key_norms"),
+        UNBOUNDED: ("key_norms", "raw_1000"),
+        EXACT: ("g_alternating", "g_mixed", "g-50", "forget_channels"),
+    }.items()
+    for hard in kinds
+]
+
+
+def each(
+    what: str,
+    models: Iterable[Case],
+    changes: Iterable[dict] = ({},),
+    ops: Iterable[Callable] = (fd.chunk_kda,),
+    dtypes: Iterable[torch.dtype] = (BF16,),
+) -> list:
+    """Each of the models with each of the changes, as parameters of a test."""
+    changed = [replace(model, **change) for model in models for change in changes]
+    rows = [(n, *row) for n, row in enumerate(itertools.product(changed, ops, dtypes))]
+    return [pytest.param(*row, id=f"{what} {n}: {row[0].name}, {row[1].__name__}, {row[2]}") for n, *row in rows]
+
+
+TOKENS, HALF_OR_FULL = (fd.fused_recurrent_kda,), (FP16, FP32)
+HEAD_DIMS = [{"K": K, "V": V} for K, V in itertools.product((32, 64, 128, 256), repeat=2)]
+OTHER_DIMS = [
+    {"K": K, "V": V, "H": 2, "HV": 4, "lengths": (100, 0, 1, 64, 150)} for K, V in ((128, 64), (64, 128), (64, 64))
+]
+STATES = [{"state": FP32}, {"state": BF16, "v_first": True}]
+PACKED_LENGTHS = {"lengths": (0, *LENGTHS, 0, 0, *reversed(LENGTHS), 0), "state": FP32, "v_first": True}
+CALLS = [
+    *each("table", map(on_gpu, CASES), ops=BOTH),
+    *each("other dtypes", map(on_gpu, SOME + HARD_CASES), dtypes=HALF_OR_FULL),
+    *each("tokens", map(on_gpu, (SOME + HARD_CASES)[::2]), ops=TOKENS, dtypes=[FP32]),
+    *each("tokens", map(on_gpu, (SOME + HARD_CASES)[1::2]), ops=TOKENS, dtypes=[FP16]),
+    *each("head dims", [replace(BY_NAME["state"], T=130)], HEAD_DIMS),
+    *each("head dims, tokens", [replace(BY_NAME["state"], T=20)], HEAD_DIMS, TOKENS),
+    *each(
+        "head dims, dtypes",
+        [replace(BY_NAME["decay"], T=130)],
+        (HEAD_DIMS[i] for i in (15, 7, 12)),
+        dtypes=HALF_OR_FULL,
+    ),
+    *each("heads", MODELS, [{"H": H, "HV": HV} for H, HV in RATIOS]),
+    *each("heads, tokens", MODELS, [{"H": H, "HV": HV, "T": 20} for H, HV in RATIOS], TOKENS),
+    *each("lengths", MODELS, [{"T": T, "B": 2} for T in LENGTHS]),
+    *each("packed lengths", MODELS, [PACKED_LENGTHS], dtypes=(BF16, FP16, FP32)),
+    *each("left over", MODELS, [BETWEEN | {"lengths": n, "unused": 512 - sum(n)} for n in LEFT_OVER], BOTH),
+    *each("h", [replace(KIMI, state=FP32, h=True)], [{"lengths": lengths} for lengths in CHUNKS_OF_H]),
+    *each("layout", MODELS, [{"B": 2, "T": 130} | layout for layout in LAYOUTS.values()]),
+    *each("layout, packed", [replace(KIMI, **BETWEEN)], LAYOUTS.values()),
+    *each("other head dims", MODELS, [dims | states for dims in OTHER_DIMS for states in STATES]),
+    *each("both paths", BOTH_PATHS + LONG_AND_HARD),
+]
+
+
+@pytest.mark.parametrize(("case", "function", "dtype"), CALLS)
+def test_results_are_the_reference(case: Case, function: Callable, dtype: torch.dtype, backend: str):
+    check(function, case, dtype, backend)
+
+
+# ---- NaN, and what else must not reach a neighbour ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*TOKEN_TENSORS, "initial_state"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_stays_in_its_sequence(bad: float, name: str, op, backend: str):
+    call = gpu_call(op, replace(KIMI, lengths=(17, 100, 35), state=FP32), BF16, backend)
+    want_o, want_state = op(**call)
+    spoiled = call | {name: call[name].clone()}
+    if name == "initial_state":
+        spoiled[name][1] = bad
+    else:
+        spoiled[name][:, 17:117] = bad
+    o, state = op(**spoiled)
+    for tokens, n in ((slice(0, 17), 0), (slice(117, 152), 2)):
+        assert_same_bits((o, state[n]), (want_o, want_state[n]), tokens)
+    assert not same_bits(o, want_o)
+
+
+def test_inputs_are_never_written(op, backend: str):
+    for case in (*named("fused", "packed", "last_dim_strided", "state_strided"), KIMI):
+        call = gpu_call(op, on_gpu(replace(case, h=False)), BF16, backend)
+        before = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
+        op(**call)
+        for name, x in before.items():
+            assert same_bits(call[name], x), (case.name, name)
+
+
+def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):
+    """What the backend declines is skipped in this tier, so that it takes these is a test. Which calls else it must take:
+    `tests/unit/test_hopper_choice.py`."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    for lengths in (None, (64, 0, 17)):
+        call = gpu_call(fd.chunk_kda, replace(model, lengths=lengths, state=FP32)) | {"backend": "auto"}
+        assert fd.explain(fd.chunk_kda, **call).chosen == "hopper"
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("readout", OPERATORS, ids=lambda op: op.__name__)
+def test_a_readout_past_float16(readout, dtype: torch.dtype):
+    check_readout(readout, dtype, "triton", "cuda")
+
+
+def test_hopper_takes_an_output_in_float32():
+    check_readout(fd.recurrent_kda, BF16, "auto", "cuda", state=BF16)
+
+
+@pytest.mark.parametrize("tokens", [4, 70])
+def test_a_layer_in_float16(tokens: int):
+    check_layer(tokens, "auto", "cuda")
+
+
+# ---- every tail of a chunk, and packed calls of random lengths ----------------------------------------------------
+
+TAILS = tuple(chunks * 64 + tail for tail in range(65) for chunks in (0, 2))
+
+
+@pytest.mark.parametrize("state", [None, FP32], ids=["fresh", "carried"])
+def test_every_tail(state: torch.dtype | None, model: Case, backend: str):
+    """Sequences of 0 to 64 and of 128 to 192 tokens in one packed call, and each as a call of its own."""
+    # enough heads that rounding evens out at 8 tokens: see `tolerance_of`
+    case = replace(model, H=8, HV=8, lengths=TAILS, state=state, v_first=True)
+    call = gpu_call(fd.chunk_kda, case, BF16, backend)
+    results, want = poisoned(call), chunked_truth(call)
+    hold(call, results, want)
+    hold_each(call, results, want)
+    assert_same_bits(results, joined(poisoned(one) for one in sequence_calls(call)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 40, 200, 600])
+def test_random_packings(count: int, model: Case, backend: str):
+    """Up to 600 sequences of 0 to 3000 tokens. Some, the longest among them, are held against the truth, and all against the
+    portable backend, which is within its tolerance of the truth too."""
+    lengths = lengths_between(count, count, longest=3000)
+    heads = {"H": 2, "HV": 4} if count % 2 else {"H": 4, "HV": 4}
+    case = replace(model, **heads, lengths=lengths, unused=count % 5, state=FP32, v_first=True)
+    # the plan of a split depends on the batch
+    call = gpu_call(fd.chunk_kda, case, BF16, backend) | {"split": False}
+    results = poisoned(call)
+    if backend != "triton":
+        portable = poisoned(call | {"backend": "triton"})
+        hold_each(call, results, portable, slack=(tolerance_of(call),) * 2)
+    singles = sequence_calls(call)
+    filled = [n for n, length in enumerate(lengths) if length > 0]
+    picked = {max(filled, key=lambda n: lengths[n]), *Random(count).sample(filled, min(4, len(filled)))}
+    for n in sorted(picked):
+        own = of_sequence(call, results, n)
+        hold(singles[n], own, chunked_truth(singles[n]))
+        assert_same_bits(poisoned(singles[n]), own)
+    for n in set(range(count)) - set(filled):
+        assert same_bits(results[1][n], call["initial_state"][n])
+
+
+# ---- what must hold to the bit: repeats, splits, neighbours, absent states ----------------------------------------
+
+UNEVEN = (65, 0, 300, 1, 130)
+
+
+def test_a_packed_sequences_bits_are_its_own(model: Case, op, backend: str):
+    """Alone and unpacked it gives the same bits, so nothing else in the batch matters."""
+    call = gpu_call(op, replace(model, lengths=UNEVEN, state=FP32), BF16, backend)
+    assert_same_bits(op(**call), joined(op(**one) for one in sequence_calls(call)))
+
+
+def test_a_batch_rows_bits_are_its_own(model: Case, op, backend: str):
+    call = gpu_call(op, replace(model, B=3, T=150), BF16, backend)
+    rows = [2, 0]
+    picked = call | {name: call[name][rows] for name in TOKEN_TENSORS}
+    assert_same_bits(op(**picked), [x[rows] for x in op(**call)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_state_and_zeros_give_the_same_bits(packed: bool, op, backend: str):
+    call = gpu_call(op, replace(KIMI, lengths=UNEVEN if packed else None), BF16, backend)
+    zeros = torch.zeros(len(UNEVEN) if packed else 1, 4, 128, 128, device="cuda")
+    assert_same_bits(op(**call), op(**call, initial_state=zeros))
+
+
+PIECES = {
+    "chunks": (fd.chunk_kda, {"T": 330}, (0, 128, 192, 330)),
+    "tokens": (fd.fused_recurrent_kda, {"B": 4, "T": 8}, range(9)),
+}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_pieces_that_carry_a_float32_state_give_the_same_bits(kind: str, model: Case, backend: str):
+    """Chunked prefill, cut at chunk boundaries, and decoding token by token."""
+    op, sizes, cuts = PIECES[kind]
+    call = gpu_call(op, replace(model, **sizes), BF16, backend)
+    carried, outputs = None, []
+    for start, stop in itertools.pairwise(cuts):
+        part, carried = op(**narrow(call, start, stop), initial_state=carried)
+        outputs.append(part)
+    assert_same_bits((torch.cat(outputs, dim=1), carried), op(**call))
+
+
+def test_asking_for_a_state_changes_nothing_else(backend: str):
+    call = gpu_call(fd.chunk_kda, KIMI, BF16, backend)
+    want, _ = fd.chunk_kda(**call)
+    o, none = fd.chunk_kda(**call | {"output_final_state": False})
+    assert none is None
+    assert same_bits(o, want)
+    assert same_bits(fd.chunk_kda(**call | {"return_intermediate_states": True})[0], want)
+
+
+# ---- where inputs and `out` lie: slices of wider rows, addresses off a 16-byte boundary ---------------------------
+
+OUTS = {
+    "wider rows": (64, 0),
+    "wider rows, one element off": (64, 1),
+    "odd rows": (3, 0),
+    "one element off": (0, 1),
+}
+"""By how many elements rows are wider than they must be, and where the first one starts."""
+
+
+def slice_like(v: torch.Tensor, pad: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for `out`, all NaN, and a view of it."""
+    B, T, HV, V = v.shape
+    pitch = HV * V + pad
+    memory = torch.full((B * T * pitch + offset,), torch.nan, dtype=v.dtype, device=v.device)
+    return memory, memory.as_strided(v.shape, (T * pitch, pitch, V, 1), offset)
+
+
+@pytest.mark.parametrize("lengths", [None, (65, 0, 3, 130)], ids=["fixed", "packed"])
+@pytest.mark.parametrize("layout", OUTS)
+def test_out(layout: str, lengths: tuple[int, ...] | None, backend: str):
+    batch = 2 if lengths is None else 1
+    call = gpu_call(fd.chunk_kda, replace(KIMI, B=batch, T=130, lengths=lengths, state=FP32), BF16, backend)
+    memory, out = slice_like(call["v"], *OUTS[layout])
+    want = truth(call)
+    for _ in range(CALLS_TO_A_REPLAY):
+        with poisoned_memory():
+            results = fd.chunk_kda(**call, out=out)
+        assert results[0] is out
+        hold(call, results, want)
+        out.fill_(torch.nan)
+        assert memory.isnan().all(), "written beside out"
+
+
+# ---- adversarial inputs at the models' head dimensions ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", HARD_CASES, ids=case_id)
+def test_packed_with_states(case: Case, backend: str):
+    lengths = (65, 0, 1, 130, 17) if case.T < 500 else (case.T, 0, 65)
+    case = replace(case, K=128, V=128, lengths=lengths, state=FP32, v_first=True)
+    call = gpu_call(fd.chunk_kda, case, BF16, backend)
+    hold(call, fd.chunk_kda(**call), chunked_truth(call), slack_of(case, call))
+
+
+# ---- 64K tokens, and tensors of more than 2^31 elements -----------------------------------------------------------
+
+LONG = [
+    replace(KIMI, T=65_536),
+    replace(UNBOUNDED, lengths=(65_536 - 1000, 0, 1000), state=FP32, v_first=True),
+    *(
+        replace(BY_NAME[name], name=f"64K, {name}", T=65_536, H=2, HV=2, K=128, V=128)
+        for name in ("no_decay", "pinned")
+    ),
+]
+
+
+INT32_LIMIT = 2**31
+
+
+@pytest.mark.parametrize("case", LONG, ids=case_id)
+@pytest.mark.usefixtures("much_memory")
+def test_64k_tokens(case: Case, backend: str):
+    call = gpu_call(fd.chunk_kda, case, BF16, backend)
+    hold(call, fd.chunk_kda(**call), chunked_truth(call))
+
+
+def _big(*shape: int, **kinds) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", **kinds)
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_more_than_2_31_elements_in_a_tensor(backend: str):
+    """270,000 tokens x 64 heads x 128: the second sequence crosses element 2^31, the third lies past it.
+
+    Both must give the bits they give alone, where every offset is small, and the second is held against the truth.
+    """
+    H, K, lengths = 64, 128, (261_000, 2_333, 6_667)
+    T = sum(lengths)
+    assert lengths[0] * H * K < INT32_LIMIT < sum(lengths[:2]) * H * K
+    small = gpu_call(fd.chunk_kda, replace(KIMI, H=H, HV=H, T=1), BF16, backend)
+    call = small | {name: _big(1, T, H, K, dtype=BF16) for name in ("q", "k", "v", "g")}
+    call["beta"] = _big(1, T, H, dtype=BF16)
+    call["cu_seqlens"] = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    results = fd.chunk_kda(**call)
+    for n in (1, 2):
+        one = sequence_calls(call)[n]
+        alone = one | {name: one[name].clone() for name in TOKEN_TENSORS}
+        found = fd.chunk_kda(**alone)
+        assert_same_bits(found, of_sequence(call, results, n))
+        if n == 1:
+            hold(alone, found, chunked_truth(alone))
+    assert results[1].isfinite().all()
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_more_than_2_31_elements_of_state(op, backend: str):
+    """2,100 sequences of one or two tokens, each with its state, as a decode batch has."""
+    H, K, N = 64, 128, 2_100
+    assert N * H * K * K > INT32_LIMIT
+    lengths = tuple(1 + n % 2 for n in range(N))
+    case = replace(KIMI, H=H, HV=H, lengths=lengths, v_first=True)
+    call = gpu_call(op, case, BF16, backend)
+    call["initial_state"] = _big(N, H, K, K, dtype=FP32)
+    results, calls = op(**call), sequence_calls(call)
+    for n in (0, N // 2, N - 3, N - 2, N - 1):
+        one = calls[n] | {"initial_state": calls[n]["initial_state"].clone()}
+        found = op(**one)
+        assert_same_bits(found, of_sequence(call, results, n))
+        hold(one, found, chunked_truth(one))
