@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .problem.errors import wrong
 from .problem.problem import Problem, Tensors
 from .problem.split import NO_COSTS, planned_parts
 
@@ -354,10 +355,10 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     if not isinstance(name, str) or name != "auto":
         backend = next((b for b in BACKENDS if isinstance(name, str) and b.name == name), None)
         if backend is None:
-            raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
+            raise wrong("backend", repr(name), f"one of {NAMES}")
         obstacle = backend.obstacle(problem, device)
         if obstacle:
-            raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")
+            raise wrong("backend", repr(name), f"one that can run this call ({name}: {obstacle})")
         return backend
     able = [b for b in BACKENDS if b.obstacle(problem, device) is None]
     return next((b for b in able if b.drawback(problem, device) is None), able[0])

@@ -53,7 +53,7 @@ class Refusal:
         return good, good | (made.pop("", None) or {}) | made
 
     def expect(self, op: Callable, call: dict) -> None:
-        with pytest.raises((ValueError, TypeError), match=rf"(?s)^({self.argument}): got .+, wanted ."):
+        with pytest.raises((ValueError, TypeError), match=rf"(?s)^({self.argument}) must be .+; got .+"):
             op(**call)
 
 

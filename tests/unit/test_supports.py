@@ -20,7 +20,7 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.parallel import context as contexts
 from flashdelta.problem import device_checks
-from flashdelta.problem.arguments import Operation
+from flashdelta.problem.operations import Operation
 from flashdelta.runtime.call import NoKernel, public_call
 
 from ..support.inputs import TOKEN_TENSORS

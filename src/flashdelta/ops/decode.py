@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..problem import operations
-from ..problem.arguments import integer
+from ..problem.arguments import check_int, check_int_in
 from ..problem.errors import wrong
 from ..problem.problem import DECODE_TOKENS, GateName, NullIndex, record_width
 from ..runtime.call import Call
@@ -193,12 +193,12 @@ def replay_buffer(
         ValueError, TypeError: a number that does not fit, or a device that is not there.
     """
     for name, value, lowest in (("rows", rows, 0), ("HV", HV, 1)):
-        integer()(name, value)
+        check_int(name, value)
         if value < lowest:
             raise wrong(name, value, f"{lowest} or more")
-    integer(*range(1, DECODE_TOKENS))("num_spec_tokens", num_spec_tokens)
+    check_int_in("num_spec_tokens", num_spec_tokens, range(1, DECODE_TOKENS))
     for name, value in (("K", K), ("V", V)):
-        integer(*operations.DECODE_HEAD_DIMS)(name, value)
+        check_int_in(name, value, operations.DECODE_HEAD_DIMS)
     device = None if device is None else find_device(device)
     shape = (rows, 1 + num_spec_tokens, HV, record_width(K, V))
     if math.prod(shape) >= 1 << 61:

@@ -1,12 +1,14 @@
-"""What each public operation asks of its arguments: a table of tensors, checks of options, and rules."""
+"""The contracts of the public operations: a validator for each, which reads a call's arguments from top to bottom.
+
+Past a validator no code validates again. It sees the caller's names, and returns the record of the call and its tensors by role.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
@@ -14,30 +16,23 @@ from torch import Tensor
 
 from ..parallel.border import BORDER
 from ..parallel.context import context_in_call, has_context
+from . import device_checks
 from .arguments import (
-    BOOL,
-    FLOAT32,
-    INDEX,
-    INPUT,
-    INT32,
-    Argument,
-    Operation,
-    Rule,
-    Sizes,
-    flag_or_none,
-    float32_or_first,
-    integer,
-    like_first,
+    Arguments,
+    check_int,
+    check_int_in,
+    check_name,
+    check_tensor,
+    flag,
+    has_address,
+    memory,
     number_or_none,
-    one_of,
-    only_wide,
     shape_of,
-    state,
-    wide_or_first,
 )
 from .errors import mistyped, wrong
 from .problem import (
     DECODE_TOKENS,
+    ROLES,
     SETTINGS,
     GateName,
     NormGate,
@@ -46,7 +41,6 @@ from .problem import (
     PrefillGate,
     Problem,
     Tensors,
-    has_records,
     problem_of,
     record_width,
 )
@@ -81,19 +75,31 @@ EPSILONS = torch.finfo(torch.float32)
 LOWEST_BOUND = -5.0
 """Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
 
-Made = tuple[Problem, Tensors]
-
 MAX_SEGMENTS = 1024
 """Of a sequence."""
 
 MAX_CHECKPOINTS = 8
 """Checkpoints a sequence may have in a pool: each adds a chunk slot to every sequence."""
 
-EVERY = 64
-"""Regular checkpoints lie a multiple of so many tokens apart: a boundary of chunks of either size."""
+CHECKPOINT_INTERVAL = 64
+"""Tokens between regular checkpoints are a multiple of this: a boundary of chunks of either size."""
 
-MOST_TOKENS_APART = 2**30
-"""Tokens from one to the next at the most."""
+MAX_CHECKPOINT_INTERVAL = 2**30
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTS = (torch.int32, torch.int64)
+FLOAT32, FLOAT64, BOOL = torch.float32, torch.float64, torch.bool
+
+Made = tuple[Problem, Tensors]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32
+
+
+def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Dtypes of states, where q is in `dtype`."""
+    return (FLOAT32, torch.bfloat16, FLOAT64) if dtype == FLOAT64 else (FLOAT32, torch.bfloat16)
 
 
 # ---- options ------------------------------------------------------------------------------------------------------------
@@ -105,740 +111,6 @@ def bound(name: str, value: Any) -> None:
         raise wrong(name, value, "a float in [-5, 0)")
 
 
-def segments(name: str, value: Any) -> None:
-    wanted = "'auto', False or a number of segments, at least 1"
-    if value is False or (isinstance(value, str) and value == "auto"):
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise mistyped(name, value, wanted)
-    if isinstance(value, str) or not 1 <= value <= MAX_SEGMENTS:
-        raise wrong(name, repr(value), f"{wanted} and at most {MAX_SEGMENTS}")
-
-
-def spec_tokens(name: str, value: Any) -> None:
-    most = DECODE_TOKENS - 1
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise mistyped(name, value, "an int or None")
-    if not 1 <= value <= most:
-        raise wrong(name, value, f"1 to {most}, or None without speculative tokens")
-
-
-def tokens_apart(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise mistyped(name, value, "an int or None")
-    if not EVERY <= value <= MOST_TOKENS_APART or value % EVERY != 0:
-        raise wrong(name, value, f"a multiple of {EVERY} up to 2^30, or None")
-
-
-def checked_in_call(name: str, value: Any) -> None:
-    """`context_in_call` does."""
-
-
-OPTIONS = {
-    "scale": number_or_none,
-    "lower_bound": bound,
-    "gate": one_of(*GATES, None),
-    "chunk_size": integer(*CHUNK_SIZES),
-    "null_index": one_of(*NULL_INDICES),
-    "split": segments,
-    "num_spec_tokens": spec_tokens,
-    "checkpoint_every": tokens_apart,
-    "precision": one_of(*PRECISIONS),
-}
-"""All others are flags."""
-
-
-# ---- rules --------------------------------------------------------------------------------------------------------------
-
-
-def needs(role: str, other: str) -> Rule:
-    return Rule(
-        role,
-        lambda c: getattr(c, role) is not None and getattr(c, other) is None,
-        f"a tensor without {{{other}}}",
-        f"{{{other}}} too",
-    )
-
-
-def excludes(role: str, other: str) -> Rule:
-    return Rule(
-        role,
-        lambda c: getattr(c, role) is not None and getattr(c, other) is not None,
-        f"a tensor with {{{other}}}",
-        "one of the two",
-    )
-
-
-def together(role: str, other: str) -> Rule:
-    """`role` where `other` is given."""
-    return Rule(
-        role,
-        lambda c: getattr(c, role) is None and getattr(c, other) is not None,
-        f"None with {{{other}}}",
-        "both or neither",
-    )
-
-
-def without(role: str, others: tuple[str, ...], got: str, wanted: str) -> Rule:
-    """`role` makes no sense without any of the others."""
-    return Rule(
-        role,
-        lambda c: getattr(c, role) is not None and all(getattr(c, other) is None for other in others),
-        got,
-        wanted,
-    )
-
-
-def unnamed(option: str) -> Rule:
-    return Rule(
-        option,
-        lambda c: c.state_pool is not None and getattr(c, option) is None,
-        "nothing with state_pool",
-        f"{option}=True or {option}=False: calls that share a pool must agree, and recurrent_kda's default is True",
-    )
-
-
-def gate_of(c: Any) -> str:
-    if c.gate is not None:
-        return c.gate
-    if not vars(c).get("use_gate_in_kernel", True):  # `fused_kda_decode` always has one
-        return "none"
-    return "softplus" if c.lower_bound is None else "lower_bound"
-
-
-def parameter(role: str, ways: str = "use_gate_in_kernel=True, gate='softplus' or gate='lower_bound'") -> Rule:
-    """An option of some gates alone: with others it would be ignored."""
-    gates = ("lower_bound",) if role == "lower_bound" else PARAMETRIC_GATES
-    return Rule(
-        role,
-        lambda c: getattr(c, role) is not None and gate_of(c) not in gates,
-        "a bound with a gate that does not read it"
-        if role == "lower_bound"
-        else "a tensor with a gate that does not read it",
-        f"None, or a gate that does ({ways})",
-    )
-
-
-GATE_NEEDS_BOUND = Rule(
-    "lower_bound",
-    lambda c: c.gate == "lower_bound" and c.lower_bound is None,
-    "None",
-    "a float in [-5, 0) (the lower_bound gate needs it)",
-)
-
-GATE_RULES = (
-    Rule(
-        "allow_neg_eigval",
-        lambda c: c.allow_neg_eigval and not c.use_beta_sigmoid_in_kernel,
-        "True with {use_beta_sigmoid_in_kernel}=False",
-        "beta logits ({use_beta_sigmoid_in_kernel}=True); pass beta in [0, 2) yourself otherwise",
-    ),
-    Rule(
-        "gate",
-        lambda c: c.gate in ("none", "logsigmoid") and c.use_gate_in_kernel,
-        "a gate without parameters with use_gate_in_kernel=True",
-        "one of the two",
-    ),
-    GATE_NEEDS_BOUND,
-    parameter("A_log"),
-    parameter("dt_bias"),
-    parameter("lower_bound", "use_gate_in_kernel=True or gate='lower_bound'"),
-)
-
-SLOT_RULES = (
-    *(needs(role, "state_pool") for role in ("state_indices", "has_initial_state")),
-    excludes("state_pool", "initial_state"),
-    Rule(
-        "output_final_state",
-        lambda c: c.state_pool is not None and c.output_final_state,
-        "True with state_pool",
-        "False (the pool receives the final states)",
-    ),
-)
-
-FINAL_STATE_RULE = Rule(
-    "final_state",
-    lambda c: c.state_pool is not None and c.final_state is not None,
-    "a tensor with state_pool",
-    "None (the pool receives the final states)",
-)
-
-POOL_RULES = (
-    *SLOT_RULES,
-    FINAL_STATE_RULE,
-    unnamed("state_v_first"),
-    unnamed("use_qk_l2norm_in_kernel"),
-)
-
-BUFFER_RULES = (
-    together("checkpoint_offsets", "checkpoint_indices"),
-    together("checkpoint_indices", "checkpoint_offsets"),
-    without(
-        "checkpoint_states",
-        ("checkpoint_offsets", "checkpoint_every"),
-        "a tensor without checkpoint_offsets and checkpoint_every",
-        "one of these",
-    ),
-    without("checkpoint_every", ("checkpoint_states",), "a number without checkpoint_states", "checkpoint_states too"),
-    Rule(
-        "checkpoint_every",
-        lambda c: c.checkpoint_every is not None and c.checkpoint_offsets is not None,
-        "a number with checkpoint_offsets",
-        "one of the two",
-    ),
-)
-
-CHECKPOINT_RULES = (
-    *(
-        without(
-            role,
-            ("state_pool", "checkpoint_states"),
-            "a tensor without state_pool and checkpoint_states",
-            "one of these, which receives the checkpoints",
-        )
-        for role in ("checkpoint_offsets", "checkpoint_indices")
-    ),
-    *BUFFER_RULES,
-    needs("cu_seqlens_cpu", "cu_seqlens"),
-)
-
-
-def alone(option: str, given: Callable[[Any], bool], got: str) -> Rule:
-    """`option` is for calls on one rank."""
-    return Rule(
-        option, lambda c: has_context(c) and given(getattr(c, option)), f"{got} with cp_context or group", "none"
-    )
-
-
-CONTEXT_RULES = (
-    *(
-        alone(role, lambda x: x is not None, "a tensor")
-        for role in ("cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states")
-    ),
-)
-
-
-# ---- whole sequences: chunk_kda, fused_recurrent_kda ---------------------------------------------------------------------
-
-
-def needs_A_log(c: Any) -> str | None:
-    return "the softplus gate needs it" if gate_of(c) == "softplus" else None
-
-
-TOKENS = (
-    Argument("q", "B T H K", INPUT, required=""),
-    Argument("k", "B T H K", like_first, required=""),
-    Argument("v", "B T HV V", like_first, required=""),
-    Argument("g", "B T HV K", float32_or_first, required=""),
-    Argument("beta", "B T HV", float32_or_first, required=""),
-    Argument("cu_seqlens", "N1", INDEX),
-)
-"""Of the forward operations."""
-
-PARAMETERS = (
-    Argument("A_log", ("HV", "1 1 HV 1"), float32_or_first, required=needs_A_log),
-    Argument("dt_bias", ("HV*K", "HV K"), float32_or_first),
-)
-
-
-def needs_indices(c: Any) -> str | None:
-    return None if c.state_pool is None else "state_pool needs it"
-
-
-SEQUENCES = (
-    *TOKENS,
-    *PARAMETERS,
-    Argument("initial_state", "N HV STATE", state),
-    Argument("state_pool", "slots HV STATE", state, dense=3, written=True),
-    Argument("state_indices", "N", INDEX, required=needs_indices),
-    Argument("has_initial_state", "N", BOOL),
-)
-OUT = Argument("out", "B T HV V", wide_or_first, dense=1, written=True)
-FINAL = Argument("final_state", "N HV STATE", state, dense=4, written=True)
-BORDERS = Argument("border", str(BORDER), INT32)
-MARKS = (
-    Argument("checkpoint_offsets", ("N", "N M"), INDEX),
-    Argument("checkpoint_indices", lambda c: "N" if c.checkpoint_offsets.dim() == 1 else "N M", INDEX),
-)
-CHECKPOINTS = (
-    *MARKS,
-    Argument("checkpoint_states", "rows HV STATE", state, dense=3, written=True),
-)
-
-
-def check_head_dims(sizes: Sizes, head_dims: tuple[int, ...], **names: str) -> None:
-    """`names`: the argument that has K, and the one that has V."""
-    for symbol, name in names.items():
-        if sizes.get(symbol, head_dims[0]) not in head_dims:
-            raise wrong(name, f"{symbol} = {sizes[symbol]}", f"{symbol} in {head_dims}")
-
-
-def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS, pool: str | None = None) -> None:
-    """`pool`: the argument that tells K and V, where q, k and v are views of rows."""
-    H, HV = sizes.get("H", 1), sizes.get("HV", sizes.get("H", 1))
-    if H == 0:
-        raise wrong("q", shape_of(c.q), "at least one head")
-    if HV == 0 or HV % H != 0:
-        raise wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
-    check_head_dims(sizes, head_dims, K=pool or "q", V=pool or "v")
-    if c.cu_seqlens is not None and sizes["B"] != 1:
-        offsets = "cu_seqlens" if getattr(c, "cp_context", None) is None else "cp_context"
-        raise wrong("q", f"batch size {sizes['B']}", f"batch size 1 with {offsets} (pack the sequences along T)")
-
-
-def over_ranks(c: Any, sizes: Sizes) -> Any:
-    """With the context of a call that names one or a group, and the rank's offsets."""
-    if has_context(c) and c.q is not None:
-        c.cp_context, c.cu_seqlens, c.border = context_in_call(c.cp_context, c.group, c.cu_seqlens, c.q)
-    return c
-
-
-def check_chunks(c: Any, sizes: Sizes) -> None:
-    check_heads(c, sizes)
-    if c.cp_context is not None:
-        c.cp_context.check_tokens(c.q, "q")
-    check_checkpoints(c, sizes)
-
-
-def check_checkpoints(c: Any, sizes: Sizes) -> None:
-    M, buffer = sizes.get("M", 1), c.checkpoint_states is not None
-    if M == 0 or (M > MAX_CHECKPOINTS and not buffer):
-        wanted = "at least 1" if buffer else f"1 to {MAX_CHECKPOINTS}"
-        raise wrong("checkpoint_offsets", f"{M} checkpoints", f"{wanted} a sequence")
-    # of packed sequences the rows are device data, and those past the end are not stored
-    if c.checkpoint_every is not None and c.cu_seqlens is None and "rows" in sizes:
-        least = sizes["B"] * -(-sizes["T"] // c.checkpoint_every)
-        if sizes["rows"] < least:
-            wanted = f"at least B * ceil(T / checkpoint_every) = {least}"
-            raise wrong("checkpoint_states", f"{sizes['rows']} rows", wanted)
-
-
-def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
-    """Options that have the name of a setting are that setting; the others are worked out here."""
-    options = vars(c)
-    gate = gate_of(c)
-    bounds = known_lengths(options.get("cu_seqlens_cpu"), options.get("chunk_size", 64), t.q)
-    if bounds is None:
-        wanted = f"offsets from 0 that never fall, at most T = {t.q.shape[1]}"
-        raise wrong("cu_seqlens_cpu", f"{c.cu_seqlens_cpu.tolist()[:8]}", wanted)
-    split = options.get("split", "auto")
-    logits = "double_logit" if c.allow_neg_eigval else "logit"
-    context = options.get("cp_context")
-    ranks: dict[str, Any] = {}
-    if context is not None and context.ranks > 1:
-        ranks = dict(process_group=context.name, rank=context.rank, ranks=context.ranks)
-        ranks |= dict(exchange=context.exchange, relay=context.relay)
-    worked_out = dict(
-        scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
-        gate=gate,
-        lower_bound=float(c.lower_bound) if gate == "lower_bound" else None,
-        # the softplus gate has no bound that a promise could mean
-        safe_gate=gate == "lower_bound" or (options.get("safe_gate", False) and gate != "softplus"),
-        beta_kind=logits if c.use_beta_sigmoid_in_kernel else "value",
-        l2norm=bool(c.use_qk_l2norm_in_kernel),
-        state_v_first=bool(c.state_v_first),
-        output_final_state=options.get("output_final_state", False) or options.get("final_state") is not None,
-        checkpoint_every=options.get("checkpoint_every") or 0,
-        split=AUTO if split == "auto" else 1 if split is False else split,
-        longest_chunks=bounds[0],
-        all_chunks=bounds[1],
-    )
-    plain = {f.name: options[f.name] for f in SETTINGS if f.name in options}
-    return problem_of(t, **plain | worked_out | ranks | others), t
-
-
-CONTEXT = dict.fromkeys(("cp_context", "group"), checked_in_call)
-UNNAMED = {"state_v_first": flag_or_none, "use_qk_l2norm_in_kernel": flag_or_none}
-
-CHUNK = Operation(
-    "chunk",
-    (*SEQUENCES, *CHECKPOINTS, Argument("cu_seqlens_cpu", "N1", INDEX, on_host=True), BORDERS, OUT, FINAL),
-    OPTIONS | UNNAMED | CONTEXT,
-    (*GATE_RULES, *POOL_RULES, *CHECKPOINT_RULES, *CONTEXT_RULES),
-    functools.partial(kda_problem, operation="chunk"),
-    check_chunks,
-    canonical=over_ranks,
-)
-RECURRENT = Operation(
-    "recurrent",
-    (*SEQUENCES, OUT, FINAL),
-    OPTIONS | UNNAMED,
-    (*GATE_RULES, *POOL_RULES),
-    functools.partial(kda_problem, operation="recurrent"),
-    check_heads,
-)
-
-
-# ---- recurrent_kda ------------------------------------------------------------------------------------------------------
-
-
-def tokens_of(c: Any) -> int:
-    """Tokens of every sequence in a call with speculative ones; 1 without."""
-    return 1 + (c.num_spec_tokens or 0)
-
-
-def no_state(c: Any) -> bool:
-    return c.state_pool is None and c.source_pool is None
-
-
-def without_state(role: str) -> Rule:
-    return Rule(
-        role,
-        lambda c: getattr(c, role) is not None and no_state(c),
-        "a tensor without {state_pool}",
-        "{state_pool} too",
-    )
-
-
-DECODE_RULES = (
-    *(excludes("mixed_qkv", name) for name in ("q", "k", "v")),
-    Rule(
-        "state_pool",
-        lambda c: c.mixed_qkv is not None and no_state(c),
-        "None with mixed_qkv",
-        "a tensor (its shape tells the heads)",
-    ),
-    together("source_pool", "source_indices"),
-    together("source_indices", "source_pool"),
-    Rule(
-        "state_pool",
-        lambda c: c.source_pool is not None and c.update_state and c.state_pool is None,
-        "None with {source_pool}",
-        "the pool to write, or update_state=False",
-    ),
-    Rule(
-        "state_pool",
-        lambda c: c.source_pool is not None and not c.update_state and c.state_pool is not None,
-        "a tensor with {source_pool} and update_state=False",
-        "None (no pool is written)",
-    ),
-    excludes("num_accepted_tokens", "source_pool"),
-    needs("state_indices", "state_pool"),
-    *(without_state(role) for role in ("num_accepted_tokens", "intermediate_states")),
-    Rule(
-        "num_spec_tokens",
-        lambda c: c.num_spec_tokens is not None and no_state(c),
-        "a number without {state_pool}",
-        "{state_pool} too",
-    ),
-    Rule(
-        "update_state", lambda c: not c.update_state and no_state(c), "False without {state_pool}", "{state_pool} too"
-    ),
-    Rule(
-        "output_final_state",
-        lambda c: c.output_final_state and not c.update_state,
-        "True with update_state=False",
-        "one of the two",
-    ),
-    *(needs(role, "num_spec_tokens") for role in ("num_accepted_tokens", "intermediate_states")),
-    Rule(
-        "num_accepted_tokens",
-        lambda c: c.num_accepted_tokens is not None and not c.update_state,
-        "a tensor with update_state=False",
-        "None (commit takes the counts)",
-    ),
-    Rule(
-        "intermediate_states",
-        lambda c: c.intermediate_states is not None and c.update_state,
-        "a tensor with update_state=True",
-        "update_state=False",
-    ),
-    needs("intermediate_indices", "intermediate_states"),
-)
-
-
-DECODE_NAMES = {
-    "state_pool": "initial_state",
-    "state_indices": "ssm_state_indices",
-    "source_pool": "initial_state_source",
-    "source_indices": "initial_state_indices",
-    "intermediate_indices": "intermediate_state_indices",
-    "use_beta_sigmoid_in_kernel": "beta_is_logit",
-    "out": "output",
-}
-"""FlashInfer's names, where they differ from the roles."""
-
-
-def unmixed(c: Any, sizes: Sizes) -> Any:
-    """With q, k and v as views of the rows of `mixed_qkv`, and g and beta in the same layout."""
-    sizes["S1"] = tokens_of(c)
-    if c.mixed_qkv is None:
-        return c
-    role = pool_of(c)
-    return split_rows(c, getattr(c, role), {"state_pool": DECODE_NAMES[role]})
-
-
-def pool_of(c: Any) -> str:
-    """The role of what a step reads its states from."""
-    return "source_pool" if c.state_pool is None else "state_pool"
-
-
-def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
-    """The same, with heads as the `pool` has them. `called`: the caller's names of roles, where they differ."""
-    mixed, tokens = c.mixed_qkv, tokens_of(c)
-    name, row_name = called["state_pool"], called.get("mixed_qkv", "mixed_qkv")
-    for x, role, rank in ((mixed, row_name, 2), (pool, name, 4)):
-        if x.dim() != rank:
-            raise wrong(role, shape_of(x), f"a tensor of rank {rank}")
-    HV, V, K = pool.shape[1:] if c.state_v_first else (pool.shape[1], pool.shape[3], pool.shape[2])
-    rows, width = mixed.shape
-    heads = (width - HV * V) // (2 * K) if K > 0 else 0
-    if heads <= 0 or 2 * heads * K + HV * V != width:
-        wanted = f"[N, 2 * H * K + HV * V] with K = {K} and HV * V = {HV * V}, as {name} has them"
-        raise wrong(row_name, shape_of(mixed), wanted)
-    if HV == 0 or HV % heads != 0:
-        raise wrong(row_name, f"{HV} value heads", f"a positive multiple of the {heads} query/key heads")
-    if c.cu_seqlens is None and rows % tokens != 0:
-        raise wrong(row_name, f"{rows} rows", f"a multiple of 1 + num_spec_tokens = {tokens}")
-    leading = (rows // tokens, tokens) if c.cu_seqlens is None else (1, rows)
-    q, k, v = mixed.split([heads * K, heads * K, HV * V], dim=1)
-    flat = {"g": ("[N, HV * K]", (HV, K)), "beta": ("[N, HV]", (HV,)), "z": ("[N, HV * V]", (HV, V))}
-    views: dict[str, Tensor] = {}
-    for role, (symbols, inner) in flat.items():
-        x, flattened = getattr(c, role), (rows, math.prod(inner))
-        if x is None:
-            continue
-        # a comparison of tuples is one of symbols to torch.compile, also where their numbers are known
-        known = (flattened, (1, *flattened), (rows, *inner), (1, rows, *inner))
-        if any(len(shape) == x.dim() and all(map(operator.eq, shape, x.shape)) for shape in known):
-            views[role] = x.view(*leading, *inner)
-        elif x.dim() != len(leading) + len(inner):
-            raise wrong(called.get(role, role), shape_of(x), f"{symbols} = {list(flattened)}")
-    heads_of = {"q": (heads, K), "k": (heads, K), "v": (HV, V)}
-    views |= {role: x.view(*leading, *heads_of[role]) for role, x in (("q", q), ("k", k), ("v", v))}
-    for role, x in views.items():
-        setattr(c, role, x)
-    return c
-
-
-def check_decode(c: Any, sizes: Sizes) -> None:
-    if "T" not in sizes:  # of mixed_qkv, before its views
-        return
-    check_heads(c, sizes, DECODE_HEAD_DIMS, None if c.mixed_qkv is None else DECODE_NAMES[pool_of(c)])
-    bind_record(sizes)
-    T, tokens = sizes["T"], sizes["S1"]
-    # of packed sequences the lengths are device data: nothing is stored of one with more tokens
-    if c.cu_seqlens is None and tokens not in (1, T):
-        raise wrong("q", f"{T} tokens a sequence", f"1 + num_spec_tokens = {tokens}")
-    if c.cu_seqlens is None and T > DECODE_TOKENS:
-        wanted = f"at most {DECODE_TOKENS} (fused_recurrent_kda and chunk_kda take longer sequences)"
-        raise wrong("q", f"{T} tokens a sequence", wanted)
-    by_index = (c.intermediate_indices, c.state_indices, c.source_indices)
-    if c.intermediate_states is not None and all(x is None for x in by_index):
-        rows, sequences = c.intermediate_states.shape[0], c.state_pool.shape[0]
-        if rows < sequences:
-            raise wrong("intermediate_states", f"{rows} rows", f"one for each of the {sequences} sequences")
-
-
-def bind_record(sizes: Sizes) -> None:
-    if "K" in sizes and "V" in sizes:
-        sizes["RECORD"] = record_width(sizes["K"], sizes["V"])
-
-
-def same_as_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    """`commit` copies them there, or replays records of float32 (float64 for float64 states)."""
-    role = pool_of(c)
-    dtype = getattr(c, role).dtype
-    if has_records(c):
-        return only_wide(dtype, c)
-    return (dtype,), f"{{{role}}}'s dtype {dtype}"
-
-
-def decode_problem(c: Any, t: Tensors) -> Made:
-    final = c.output_final_state and t.state_pool is None
-    return kda_problem(c, t, operation="decode", spec_tokens=tokens_of(c) - 1, output_final_state=final)
-
-
-def target_shape(c: Any) -> str:
-    """A slot for each state that is stored."""
-    return "N S1" if c.num_spec_tokens is not None and c.update_state else "N"
-
-
-def needs_targets(c: Any) -> str | None:
-    return "num_spec_tokens needs it" if target_shape(c) == "N S1" and c.state_pool is not None else None
-
-
-DECODE = Operation(
-    "decode",
-    (
-        # first: q, k and v are views of it
-        Argument("mixed_qkv", "rows_of_tokens width", INPUT),
-        *TOKENS,
-        *PARAMETERS,
-        Argument(
-            "state_pool",
-            lambda c: "slots HV STATE" if c.state_indices is not None or needs_targets(c) else "N HV STATE",
-            state,
-            dense=3,
-            written=lambda c: c.update_state,
-            shares=("source_pool",),
-        ),
-        Argument("state_indices", target_shape, INDEX, required=needs_targets),
-        Argument("num_accepted_tokens", "N", INDEX),
-        Argument("source_pool", "sources HV STATE", state, dense=3),
-        Argument("source_indices", "N", INDEX),
-        Argument("intermediate_states", ("rows S1 HV STATE", "rows S1 HV RECORD"), same_as_pool, dense=3, written=True),
-        Argument("intermediate_indices", "N", INDEX),
-        OUT,
-    ),
-    OPTIONS,
-    (*GATE_RULES, *DECODE_RULES),
-    decode_problem,
-    check_decode,
-    canonical=unmixed,
-    called=DECODE_NAMES,
-    no_gradients="chunk_kda and fused_recurrent_kda have gradients",
-)
-
-
-# ---- commit -------------------------------------------------------------------------------------------------------------
-
-
-def any_state(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (torch.float32, torch.bfloat16, torch.float64), "float32 or bfloat16"
-
-
-def check_commit(c: Any, sizes: Sizes) -> None:
-    if math.prod(c.state_pool.shape[1:]) == 0:
-        raise wrong("initial_state", shape_of(c.state_pool), "states with elements")
-    bind_record(sizes)
-    if has_records(c):  # copies of states may have any size
-        check_head_dims(sizes, DECODE_HEAD_DIMS, K="initial_state", V="initial_state")
-    if not 1 <= sizes.get("tokens", 1) <= DECODE_TOKENS:
-        raise wrong(
-            "intermediate_states", shape_of(c.intermediate_states), f"states of 1 to {DECODE_TOKENS} tokens a row"
-        )
-
-
-def commit_problem(c: Any, t: Tensors) -> Made:
-    settings = dict(
-        null_index=c.null_index, state_v_first=c.state_v_first, spec_tokens=c.intermediate_states.shape[1] - 1
-    )
-    return problem_of(t, operation="commit", scale=1.0, **settings), t
-
-
-COMMIT = Operation(
-    "commit",
-    (
-        Argument("state_pool", "slots HV STATE", any_state, required="", dense=3, written=True),
-        Argument(
-            "intermediate_states",
-            ("rows tokens HV STATE", "rows tokens HV RECORD"),
-            same_as_pool,
-            required="",
-            dense=3,
-            written=has_records,  # which a commit empties
-        ),
-        Argument("state_indices", "N", INDEX, required=""),
-        Argument("num_accepted_tokens", "N", INDEX, required=""),
-        Argument("intermediate_indices", "N", INDEX),
-    ),
-    OPTIONS,
-    (),
-    commit_problem,
-    check_commit,
-    called=DECODE.called,
-    no_gradients="the pool is updated in place",
-)
-
-
-# ---- kda_prefill ----------------------------------------------------------------------------------------------------------
-
-
-def check_prefill(c: Any, sizes: Sizes) -> None:
-    K, V, C = sizes["K"], sizes.get("V", sizes["K"]), c.chunk_size
-    if sizes["H"] == 0:
-        raise wrong("q", shape_of(c.q), "at least one head")
-    if "V" in sizes and (K, V, C) not in PREFILL_SIZES:
-        named = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
-        raise wrong(named, f"(K, V, C) = {(K, V, C)}", f"one of {', '.join(map(str, PREFILL_SIZES))}")
-
-
-def prefill_problem(c: Any, t: Tensors) -> Made:
-    """Every head of every batch row is a batch row with one head: its chunks then lie one after another, as in
-    `w [B, H, Nc, C, K]`."""
-    scale = t.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
-    settings = dict(scale=scale, gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=t.q.shape[1])
-    t = by_head(t)
-    return problem_of(t, operation="prefill", state_v_first=True, split=1, **settings), t
-
-
-def by_head(t: Tensors) -> Tensors:
-    """`[B, H, T, ...]` as `[B * H, T, 1, ...]`."""
-    rows = (x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for x in (t.q, t.k, t.v, t.g, t.beta))
-    return Tensors(*rows)
-
-
-PREFILL = Operation(
-    "prefill",
-    (
-        Argument("q", "B H T K", FLOAT32, required="", dense=4),
-        Argument("k", "B H T K", FLOAT32, required="", dense=4),
-        Argument("v", "B H T V", FLOAT32, required="", dense=4),
-        Argument("g", "B H T K", FLOAT32, required="", dense=4),
-        Argument("beta", "B H T", FLOAT32, required="", dense=3),
-    ),
-    OPTIONS | {"chunk_size": integer(), "gate": one_of(*PREFILL_GATES)},
-    (),
-    prefill_problem,
-    check_prefill,
-    no_gradients="kda_prefill has no backward",
-)
-
-
-# ---- chunk_bwd_wy_dqkg ----------------------------------------------------------------------------------------------------
-
-
-def wy_problem(c: Any, t: Tensors) -> Made:
-    scale = t.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
-    gate = "cumulative_log2" if c.use_exp2 else "cumulative"
-    settings = dict(scale=scale, gate=gate, chunk_size=c.chunk_size, state_v_first=c.state_v_first)
-    return problem_of(t, operation="wy", **settings), t
-
-
-def with_chunk_size(c: Any, sizes: Sizes) -> Any:
-    sizes["C"] = c.chunk_size
-    return c
-
-
-def check_wy(c: Any, sizes: Sizes) -> None:
-    check_heads(c, sizes)
-    if c.cu_seqlens is None and sizes.get("NT", -(-sizes["T"] // c.chunk_size)) != -(-sizes["T"] // c.chunk_size):
-        raise wrong("h", shape_of(c.h), f"NT = ceil(T / chunk_size) = {-(-sizes['T'] // c.chunk_size)}")
-
-
-WY = Operation(
-    "wy",
-    (
-        Argument("q", "B T H K", INPUT, required=""),
-        Argument("k", "B T H K", like_first, required=""),
-        Argument("v", "B T HV V", like_first, required=""),
-        Argument("v_new", "B T HV V", like_first, required=""),
-        Argument("g", "B T HV K", only_wide, required=""),
-        Argument("beta", "B T HV", wide_or_first, required=""),
-        Argument("A", "B T HV C", wide_or_first, required=""),
-        Argument("h", "B NT HV STATE", wide_or_first, required=""),
-        Argument("dh", "B NT HV STATE", wide_or_first, required=""),
-        Argument("do", "B T HV V", like_first, required=""),
-        Argument("dv", "B T HV V", like_first, required=""),
-        Argument("cu_seqlens", "N1", INDEX),
-    ),
-    OPTIONS,
-    (),
-    wy_problem,
-    check_wy,
-    canonical=with_chunk_size,
-    no_gradients="this is a backward pass: it has none",
-)
-
-
-# ---- the layer around attention: gated_rms_norm, short_convolution ---------------------------------------------------------
-
-
 def epsilon(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise mistyped(name, value, "a float")
@@ -846,56 +118,576 @@ def epsilon(name: str, value: Any) -> None:
         raise wrong(name, value, f"a float from {EPSILONS.tiny:.3g} to {EPSILONS.max:.3g}")
 
 
-def rows_shape(c: Any) -> str:
-    """Of any rank: rows of `V` channels."""
-    return " ".join([*(f"D{i}" for i in range(c.x.dim() - 1)), "V"])
+def check_split(value: Any) -> None:
+    wanted = f"'auto', False or a number of segments from 1 to {MAX_SEGMENTS}"
+    if value is False or (isinstance(value, str) and value == "auto"):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise mistyped("split", value, wanted)
+    if isinstance(value, str) or not 1 <= value <= MAX_SEGMENTS:
+        raise wrong("split", repr(value), wanted)
 
 
-def check_norm(c: Any, sizes: Sizes) -> None:
-    if not 1 <= sizes["V"] <= MAX_NORM:
-        raise wrong("x", shape_of(c.x), f"a last dimension of 1 to {MAX_NORM}")
+def check_spec_tokens(value: Any) -> None:
+    if value is None:
+        return
+    check_int("num_spec_tokens", value, "an int or None")
+    if not 1 <= value < DECODE_TOKENS:
+        raise wrong("num_spec_tokens", value, f"from 1 to {DECODE_TOKENS - 1}, or None without speculative tokens")
 
 
-def like_or_below_float32(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    if first != torch.float32:
-        return like_first(first, call)
-    return (first, torch.bfloat16, torch.float16), "float32, bfloat16 or float16"
+def check_interval(value: Any) -> None:
+    if value is None:
+        return
+    check_int("checkpoint_every", value, "an int or None")
+    if not CHECKPOINT_INTERVAL <= value <= MAX_CHECKPOINT_INTERVAL or value % CHECKPOINT_INTERVAL != 0:
+        raise wrong("checkpoint_every", value, f"a multiple of {CHECKPOINT_INTERVAL} up to 2^30, or None")
 
 
-def norm_problem(c: Any, t: Tensors) -> Made:
+def check_gate(c: Arguments, logits: str) -> str:
+    """Checks what g and beta are to be taken for, and returns the gate. `logits`: the flag that says that beta is one."""
+    c.flags(logits, "allow_neg_eigval")
+    number_or_none("scale", c.scale)
+    check_name("gate", c.gate, *GATES, None)
+    bound("lower_bound", c.lower_bound)
+    if c.allow_neg_eigval and not getattr(c, logits):
+        raise wrong("allow_neg_eigval", True, f"False with {logits}=False (pass beta in [0, 2) yourself)")
+    if c.use_gate_in_kernel and c.gate is not None and c.gate not in PARAMETRIC_GATES:
+        raise wrong("gate", repr(c.gate), f"one of {PARAMETRIC_GATES} with use_gate_in_kernel=True")
+    gate = c.gate
+    if gate is None:
+        gate = "none" if not c.use_gate_in_kernel else "softplus" if c.lower_bound is None else "lower_bound"
+    if gate == "softplus" and c.A_log is None:
+        raise wrong("A_log", None, "a tensor (the softplus gate reads it)")
+    if gate == "lower_bound" and c.lower_bound is None:
+        raise wrong("lower_bound", None, "a float in [-5, 0) (the lower_bound gate reads it)")
+    for name in ("A_log", "dt_bias"):
+        if gate not in PARAMETRIC_GATES and getattr(c, name) is not None:
+            raise wrong(name, "a tensor", f"None (the gate {gate!r} does not read it; use_gate_in_kernel=True would)")
+    if gate != "lower_bound" and c.lower_bound is not None:
+        raise wrong("lower_bound", c.lower_bound, f"None (the gate {gate!r} does not read it)")
+    return gate
+
+
+def check_pool_options(c: Arguments) -> None:
+    """Checks which arguments a call over a pool of states takes, and one without a pool."""
+    c.needs("state_indices", "state_pool")
+    c.needs("has_initial_state", "state_pool")
+    c.exclusive("state_pool", "initial_state")
+    c.exclusive("final_state", "state_pool")
+    if c.state_pool is not None and c.state_indices is None:
+        raise wrong("state_indices", None, "a tensor with state_pool")
+    if c.state_pool is not None and c.output_final_state:
+        raise wrong("output_final_state", True, "False with state_pool, which receives the final states")
+
+
+def require_explicit(c: Arguments, name: str) -> None:
+    value = getattr(c, name)
+    if value is not None:
+        flag(name, value)
+    elif c.state_pool is not None:
+        why = "calls that share a pool must agree, and recurrent_kda's default is True"
+        raise wrong(name, "nothing", f"True or False with state_pool ({why})")
+
+
+def check_checkpoint_options(c: Arguments, *receivers: str) -> None:
+    """Checks which arguments about checkpoints go together. `receivers`: what may receive those at offsets."""
+    check_interval(c.checkpoint_every)
+    c.needs("checkpoint_offsets", *receivers)
+    c.needs("checkpoint_indices", *receivers)
+    c.together("checkpoint_offsets", "checkpoint_indices")
+    c.needs("checkpoint_states", "checkpoint_offsets", "checkpoint_every")
+    c.needs("checkpoint_every", "checkpoint_states")
+    c.exclusive("checkpoint_every", "checkpoint_offsets")
+
+
+def single_rank_only(c: Arguments, *names: str) -> None:
+    for name in names:
+        if has_context(c) and getattr(c, name) is not None:
+            raise wrong(name, "a tensor", "None with cp_context or group")
+
+
+# ---- tensors ------------------------------------------------------------------------------------------------------------
+
+
+def check_tokens(
+    c: Arguments, head_dims: tuple[int, ...] = HEAD_DIMS, g: str = "g", beta: str = "beta", pool: str | None = None
+) -> None:
+    """Checks the tensors of the tokens, the offsets of sequences and the parameters of the gate. `g`, `beta`: their names;
+    `pool`: the argument that tells K and V, where q, k and v are views of rows."""
+    c.require("q", "B T H K", *FLOATS)
+    dtype = c.q.dtype
+    c.require("k", "B T H K", dtype)
+    c.require("v", "B T HV V", dtype)
+    check_heads(c, head_dims, pool)
+    c.require(g, "B T HV K", FLOAT32, dtype)
+    c.require(beta, "B T HV", FLOAT32, dtype)
+    check_offsets(c, "q")
+    c.check("A_log", ("HV", "1 1 HV 1"), FLOAT32, dtype)
+    c.check("dt_bias", ("HV*K", "HV K"), FLOAT32, dtype)
+
+
+def check_heads(c: Arguments, head_dims: tuple[int, ...] = HEAD_DIMS, pool: str | None = None) -> None:
+    H, K, HV, V = *c.q.shape[2:], *c.v.shape[2:]
+    if H == 0:
+        raise wrong("q", shape_of(c.q), "of at least one head")
+    if HV == 0 or HV % H != 0:
+        raise wrong("v", f"{HV} value heads", f"of a positive multiple of the {H} query/key heads")
+    check_head_dims(head_dims, K=(K, pool or "q"), V=(V, pool or "v"))
+
+
+def check_head_dims(head_dims: tuple[int, ...], **dims: tuple[int, str]) -> None:
+    """`dims`: by symbol the size, and the argument that has it."""
+    for symbol, (n, name) in dims.items():
+        if n not in head_dims:
+            raise wrong(name, f"{symbol} = {n}", f"of {symbol} in {head_dims}")
+
+
+def check_offsets(c: Arguments, batched: str) -> None:
+    """Checks `cu_seqlens`, and binds N. `batched`: the tensor that has the batch dimension."""
+    c.check("cu_seqlens", "N+1", *INTS)
+    if c.cu_seqlens is None:
+        c.sizes["N"] = c.sizes["B"]
+        return
+    if c.cu_seqlens.numel() == 0:
+        raise wrong("cu_seqlens", "an empty tensor", "of N + 1 offsets")
+    c.sizes["N"] = c.cu_seqlens.numel() - 1
+    if c.sizes["B"] != 1:
+        offsets = "cu_seqlens" if getattr(c, "cp_context", None) is None else "cp_context"
+        got = f"batch size {c.sizes['B']}"
+        raise wrong(batched, got, f"of batch size 1 with {offsets} (pack the sequences along T)")
+
+
+def check_states(c: Arguments, state: str, *dtypes: torch.dtype, dense: int = 0) -> None:
+    """Checks initial and final states, or the pool of both. `state`: the dimensions of one; `dense`: how many of them must be."""
+    c.check("initial_state", f"N {state}", *dtypes)
+    c.check("state_pool", f"slots {state}", *dtypes, dense=dense, written=True)
+    c.check("state_indices", "N", *INTS)
+    c.check("has_initial_state", "N", BOOL)
+    c.check("final_state", f"N {state}", *dtypes, dense=dense + 1 if dense else 0, written=True)
+
+
+def check_checkpoints(c: Arguments, state: str, *dtypes: torch.dtype, dense: int = 0) -> None:
+    c.check("checkpoint_offsets", ("N", "N M"), *INTS)
+    by_row = c.checkpoint_offsets is not None and c.checkpoint_offsets.dim() == 2
+    c.check("checkpoint_indices", "N M" if by_row else "N", *INTS)
+    c.check("checkpoint_states", f"rows {state}", *dtypes, dense=dense, written=True)
+    M, buffer = c.sizes.get("M", 1), c.checkpoint_states is not None
+    if M == 0 or (M > MAX_CHECKPOINTS and not buffer):
+        wanted = "at least 1 checkpoint" if buffer else f"1 to {MAX_CHECKPOINTS} checkpoints"
+        raise wrong("checkpoint_offsets", M, f"of {wanted} per sequence")
+    # of packed sequences the rows are device data, and those past the end are not stored
+    if c.checkpoint_every is not None and c.cu_seqlens is None:
+        least = c.sizes["B"] * -(-c.sizes["T"] // c.checkpoint_every)
+        if c.sizes["rows"] < least:
+            raise wrong("checkpoint_states", f"{c.sizes['rows']} rows", f"of at least B * ceil(T / n) = {least} rows")
+
+
+def check_intermediates(c: Arguments, pool: str, *shapes: str) -> None:
+    """Checks what a read-only verification stores: states like the pool's, or records of float32, which have rank 4."""
+    dtype = getattr(c, pool).dtype
+    records = has_records(c.intermediate_states)
+    c.check("intermediate_states", shapes, wide(dtype) if records else dtype, dense=3, written=True)
+    c.check("intermediate_state_indices", "N", *INTS)
+
+
+def has_records(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 4
+
+
+def check_gradients(c: Arguments) -> None:
+    """Refuses gradients of a call that writes tensors of the caller's."""
+    if not c.requires_grad():
+        return
+    written = ("state_pool", "final_state", "checkpoint_states", "out")
+    name = next((x for x in written if getattr(c, x, None) is not None), None)
+    if name is not None:
+        got = f"a tensor, and {next(x for x, tensor in c.tensors.items() if tensor.requires_grad)} requires grad"
+        raise wrong(name, got, "None where an input requires grad, or under torch.no_grad() (it is written in place)")
+    if getattr(c, "return_intermediate_states", False):
+        raise wrong("return_intermediate_states", True, "False where an input requires grad, or under torch.no_grad()")
+
+
+def by_head(c: Arguments, g: str = "g") -> None:
+    """Brings the parameters of the gate into canonical shape: by head, and by head and channel."""
+    if c.A_log is not None and c.A_log.dim() == 4:
+        c.A_log = c.A_log.reshape(c.sizes["HV"])
+    if c.dt_bias is not None and c.dt_bias.dim() == 1:
+        c.dt_bias = c.dt_bias.reshape(getattr(c, g).shape[2:])
+
+
+def by_sequence(c: Arguments) -> None:
+    """Brings offsets and indices of checkpoints into canonical shape, `[N, M]`."""
+    for name in ("checkpoint_offsets", "checkpoint_indices"):
+        x = getattr(c, name)
+        if x is not None and x.dim() == 1:
+            setattr(c, name, x[:, None])
+
+
+def tensors_of(c: Arguments, called: Mapping[str, str]) -> Tensors:
+    """A call's tensors by role. `called`: the caller's names of roles, where they differ."""
+    names = ((role, called.get(role, role)) for role in ROLES)
+    return Tensors(**{role: c.read(name) for role, name in names if isinstance(getattr(c, name, None), Tensor)})
+
+
+# ---- whole sequences: chunk_kda, fused_recurrent_kda ---------------------------------------------------------------------
+
+
+def validate_chunk(c: Arguments) -> Made:
+    c.flags("output_final_state", "use_gate_in_kernel", "safe_gate", "disable_recompute", "return_intermediate_states")
+    c.flags("batch_invariant")
+    check_int_in("chunk_size", c.chunk_size, CHUNK_SIZES)
+    check_split(c.split)
+    gate = check_sequence_options(c)
+    check_checkpoint_options(c, "state_pool", "checkpoint_states")
+    c.needs("cu_seqlens_cpu", "cu_seqlens")
+    single_rank_only(c, "cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states")
+    check_tensor("q", c.q)
+    c.border = None
+    if has_context(c):
+        c.cp_context, c.cu_seqlens, c.border = context_in_call(c.cp_context, c.group, c.cu_seqlens, c.q)
+    check_tokens(c)
+    if c.cp_context is not None:
+        c.cp_context.check_tokens(c.q, "q")
+    c.check("border", str(BORDER), torch.int32)
+    if c.cu_seqlens_cpu is not None:
+        check_offsets_on_host(c)
+    state, dtypes = "HV V K" if c.state_v_first else "HV K V", state_dtypes(c.q.dtype)
+    check_states(c, state, *dtypes, dense=3)
+    check_checkpoints(c, state, *dtypes, dense=3)
+    c.check("out", "B T HV V", wide(c.q.dtype), c.q.dtype, dense=1, written=True)
+    check_gradients(c)
+    by_sequence(c)
+    return kda_problem(c, "chunk", gate, c.use_beta_sigmoid_in_kernel)
+
+
+def validate_recurrent(c: Arguments) -> Made:
+    c.flags("output_final_state", "use_gate_in_kernel")
+    gate = check_sequence_options(c)
+    check_tokens(c)
+    check_states(c, "HV V K" if c.state_v_first else "HV K V", *state_dtypes(c.q.dtype), dense=3)
+    c.check("out", "B T HV V", wide(c.q.dtype), c.q.dtype, dense=1, written=True)
+    check_gradients(c)
+    return kda_problem(c, "recurrent", gate, c.use_beta_sigmoid_in_kernel)
+
+
+def check_sequence_options(c: Arguments) -> str:
+    check_name("null_index", c.null_index, *NULL_INDICES)
+    gate = check_gate(c, "use_beta_sigmoid_in_kernel")
+    check_pool_options(c)
+    require_explicit(c, "state_v_first")
+    require_explicit(c, "use_qk_l2norm_in_kernel")
+    return gate
+
+
+def check_offsets_on_host(c: Arguments) -> None:
+    x = c.cu_seqlens_cpu
+    check_tensor("cu_seqlens_cpu", x)
+    if x.shape != c.cu_seqlens.shape:
+        raise wrong("cu_seqlens_cpu", shape_of(x), f"of cu_seqlens' shape {list(c.cu_seqlens.shape)}")
+    if x.dtype not in INTS:
+        raise TypeError(f"cu_seqlens_cpu must be of dtype int32 or int64; got {x.dtype}")
+    if x.device.type != "cpu":
+        raise wrong("cu_seqlens_cpu", f"device {x.device}", "on the CPU")
+    if known_lengths(x, c.chunk_size, c.q) is None:
+        raise wrong("cu_seqlens_cpu", x.tolist()[:8], f"non-decreasing from 0 to at most T = {c.q.shape[1]}")
+
+
+def kda_problem(
+    c: Arguments, operation: str, gate: str, logits: bool, called: Mapping[str, str] | None = None, **others: Any
+) -> Made:
+    """Options that have the name of a setting are that setting; the others are worked out here."""
+    options, called = vars(c), called or {}
+    by_head(c, called.get("g", "g"))
+    split, context = options.get("split", "auto"), options.get("cp_context")
+    chunks = known_lengths(options.get("cu_seqlens_cpu"), options.get("chunk_size", 64), c.q)
+    settings = {f.name: options[f.name] for f in SETTINGS if f.name in options} | dict(
+        scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
+        gate=gate,
+        lower_bound=float(c.lower_bound) if gate == "lower_bound" else None,
+        # the softplus gate has no bound that a promise could mean
+        safe_gate=gate == "lower_bound" or (options.get("safe_gate", False) and gate != "softplus"),
+        beta_kind="value" if not logits else "double_logit" if c.allow_neg_eigval else "logit",
+        l2norm=bool(c.use_qk_l2norm_in_kernel),
+        state_v_first=bool(c.state_v_first),
+        output_final_state=options.get("output_final_state", False) or options.get("final_state") is not None,
+        checkpoint_every=options.get("checkpoint_every") or 0,
+        split=AUTO if split == "auto" else 1 if split is False else split,
+        longest_chunks=0 if chunks is None else chunks[0],
+        all_chunks=0 if chunks is None else chunks[1],
+    )
+    if context is not None and context.ranks > 1:
+        settings |= dict(process_group=context.name, rank=context.rank, ranks=context.ranks)
+        settings |= dict(exchange=context.exchange, relay=context.relay)
+    t = tensors_of(c, called)
+    return problem_of(t, operation=operation, **settings | others), t
+
+
+# ---- steps of decoding: recurrent_kda, commit ----------------------------------------------------------------------------
+
+DECODE_NAMES = {
+    "state_pool": "initial_state",
+    "state_indices": "ssm_state_indices",
+    "source_pool": "initial_state_source",
+    "source_indices": "initial_state_indices",
+    "intermediate_indices": "intermediate_state_indices",
+    "initial_state": "",
+    "out": "output",
+}
+"""FlashInfer's names of roles, where they differ. No role has the states of one call alone."""
+
+
+def validate_decode(c: Arguments) -> Made:
+    c.flags("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "state_v_first", "update_state")
+    check_name("null_index", c.null_index, *NULL_INDICES)
+    check_spec_tokens(c.num_spec_tokens)
+    gate = check_gate(c, "beta_is_logit")
+    check_decode_options(c)
+
+    pool = "initial_state_source" if c.initial_state is None else "initial_state"
+    tokens = c.sizes["1+num_spec_tokens"] = 1 + (c.num_spec_tokens or 0)
+    if c.mixed_qkv is not None:
+        c.require("mixed_qkv", "tokens D", *FLOATS)
+        split_rows(c, "mixed_qkv", pool, tokens, {"g": "HV K", "beta": "HV"})
+    check_tokens(c, DECODE_HEAD_DIMS, pool=None if c.mixed_qkv is None else pool)
+    T, dtype = c.q.shape[1], c.q.dtype
+    # of packed sequences the lengths are device data: nothing is stored of one with more tokens
+    if c.cu_seqlens is None and tokens not in (1, T):
+        raise wrong("q", f"{T} tokens per sequence", f"of 1 + num_spec_tokens = {tokens} tokens per sequence")
+    if c.cu_seqlens is None and T > DECODE_TOKENS:
+        others = "fused_recurrent_kda and chunk_kda take more"
+        raise wrong("q", f"{T} tokens per sequence", f"of at most {DECODE_TOKENS} tokens per sequence ({others})")
+
+    state = "HV V K" if c.state_v_first else "HV K V"
+    # with tokens to verify each state is stored in a slot of its own
+    targets = "N 1+num_spec_tokens" if c.num_spec_tokens is not None and c.update_state else "N"
+    if c.initial_state is not None and c.ssm_state_indices is None and targets != "N":
+        raise wrong("ssm_state_indices", None, f"a tensor {c.described(targets)} with num_spec_tokens")
+    slots = "N" if c.ssm_state_indices is None else "slots"
+    c.check("initial_state", f"{slots} {state}", *state_dtypes(dtype), dense=3, written=c.update_state)
+    c.check("ssm_state_indices", targets, *INTS)
+    c.check("num_accepted_tokens", "N", *INTS)
+    c.check("initial_state_source", f"sources {state}", *state_dtypes(dtype), dense=3)
+    c.check("initial_state_indices", "N", *INTS)
+    if c.intermediate_states is not None:
+        c.sizes["width"] = record_width(c.sizes["K"], c.sizes["V"])
+        check_intermediates(c, pool, f"rows 1+num_spec_tokens {state}", "rows 1+num_spec_tokens HV width")
+        check_rows_of_sequences(c)
+    c.check("output", "B T HV V", wide(dtype), dtype, dense=1, written=True)
+    c.refuse_gradients(NO_GRADIENTS["decode"])
+    final = c.output_final_state and c.initial_state is None
+    others = dict(spec_tokens=tokens - 1, output_final_state=final)
+    return kda_problem(c, "decode", gate, c.beta_is_logit, DECODE_NAMES, **others)
+
+
+def check_decode_options(c: Arguments) -> None:
+    """Checks which arguments of a step go together."""
+    for name in ("q", "k", "v"):
+        c.exclusive("mixed_qkv", name)
+    c.together("initial_state_source", "initial_state_indices")
+    pools = ("initial_state", "initial_state_source")
+    if c.mixed_qkv is not None and c.initial_state is None and c.initial_state_source is None:
+        raise wrong("initial_state", None, "a tensor with mixed_qkv (its shape tells the heads)")
+    if c.initial_state_source is not None and c.update_state != (c.initial_state is not None):
+        wanted = "the pool to write with initial_state_source, or None with update_state=False"
+        raise wrong("initial_state", "None" if c.initial_state is None else "a tensor", wanted)
+    c.exclusive("num_accepted_tokens", "initial_state_source")
+    c.needs("ssm_state_indices", "initial_state")
+    for name in ("num_accepted_tokens", "intermediate_states"):
+        c.needs(name, *pools)
+        c.needs(name, "num_spec_tokens")
+    c.needs("num_spec_tokens", *pools)
+    c.needs("intermediate_state_indices", "intermediate_states")
+    if not c.update_state and c.initial_state is None and c.initial_state_source is None:
+        raise wrong("update_state", False, "True without initial_state")
+    if not c.update_state and c.output_final_state:
+        raise wrong("output_final_state", True, "False with update_state=False")
+    if not c.update_state and c.num_accepted_tokens is not None:
+        raise wrong("num_accepted_tokens", "a tensor", "None with update_state=False (commit takes the counts)")
+    if c.update_state and c.intermediate_states is not None:
+        raise wrong("intermediate_states", "a tensor", "None with update_state=True")
+
+
+def check_rows_of_sequences(c: Arguments) -> None:
+    """Without indices each sequence has the row of its number."""
+    if c.intermediate_state_indices is None and c.ssm_state_indices is None and c.initial_state_indices is None:
+        rows, sequences = c.intermediate_states.shape[0], c.initial_state.shape[0]
+        if rows < sequences:
+            raise wrong("intermediate_states", f"{rows} rows", f"of a row for each of the {sequences} sequences")
+
+
+def split_rows(c: Arguments, name: str, pool: str, tokens: int, flat: Mapping[str, str]) -> None:
+    """Takes rows apart: c.q, c.k and c.v become views, with heads as the `pool` has them. Tensors that are `flat`, or by row,
+    become views in the same layout; `flat` has the dimensions of a token by name."""
+    check_tensor(pool, getattr(c, pool))
+    mixed, states = getattr(c, name), getattr(c, pool)
+    if states.dim() != 4:
+        raise wrong(pool, shape_of(states), "of rank 4")
+    HV, V, K = states.shape[1:] if c.state_v_first else (states.shape[1], states.shape[3], states.shape[2])
+    rows, width = mixed.shape
+    heads = (width - HV * V) // (2 * K) if K > 0 else 0
+    if heads <= 0 or 2 * heads * K + HV * V != width:
+        wanted = f"of shape [N, 2 * H * K + HV * V] with K = {K} and HV * V = {HV * V}, as {pool} has them"
+        raise wrong(name, shape_of(mixed), wanted)
+    if HV == 0 or HV % heads != 0:
+        raise wrong(name, f"{HV} value heads", f"of a positive multiple of the {heads} query/key heads")
+    if c.cu_seqlens is None and rows % tokens != 0:
+        raise wrong(name, f"{rows} rows", f"of a multiple of 1 + num_spec_tokens = {tokens} rows")
+    leading = (rows // tokens, tokens) if c.cu_seqlens is None else (1, rows)
+    q, k, v = mixed.split([heads * K, heads * K, HV * V], dim=1)
+    c.q, c.k, c.v = q.view(*leading, heads, K), k.view(*leading, heads, K), v.view(*leading, HV, V)
+    sizes = {"HV": HV, "K": K, "V": V}
+    for other, symbols in flat.items():
+        x, inner = getattr(c, other), [sizes[symbol] for symbol in symbols.split()]
+        if x is None:
+            continue
+        check_tensor(other, x)
+        flattened = (rows, math.prod(inner))
+        # a comparison of tuples is one of symbols to torch.compile, also where their numbers are known
+        known = (flattened, (1, *flattened), (rows, *inner), (1, rows, *inner))
+        if any(len(shape) == x.dim() and all(map(operator.eq, shape, x.shape)) for shape in known):
+            setattr(c, other, x.view(*leading, *inner))
+        elif x.dim() != len(leading) + len(inner):
+            wanted = f"of shape [N, {' * '.join(symbols.split())}] = {list(flattened)}"
+            raise wrong(other, shape_of(x), wanted)
+
+
+def validate_commit(c: Arguments) -> Made:
+    c.flags("state_v_first")
+    check_name("null_index", c.null_index, *NULL_INDICES)
+    state = "HV V K" if c.state_v_first else "HV K V"
+    c.require("initial_state", f"slots {state}", FLOAT32, torch.bfloat16, FLOAT64, dense=3, written=True)
+    if 0 in c.initial_state.shape[1:]:
+        raise wrong("initial_state", shape_of(c.initial_state), "of states with elements")
+    K, V = c.sizes["K"], c.sizes["V"]
+    c.sizes["width"] = record_width(K, V)
+    if c.intermediate_states is None:
+        c.require("intermediate_states", f"rows tokens {state}")
+    if has_records(c.intermediate_states):  # copies of states may have any size
+        check_head_dims(DECODE_HEAD_DIMS, K=(K, "initial_state"), V=(V, "initial_state"))
+    dtype = c.initial_state.dtype
+    shapes = f"rows tokens {state}", "rows tokens HV width"
+    records = has_records(c.intermediate_states)
+    kinds = (wide(dtype) if records else dtype,)
+    c.check("intermediate_states", shapes, *kinds, dense=3, written=records)  # a commit empties records
+    if not 1 <= c.sizes["tokens"] <= DECODE_TOKENS:
+        raise wrong("intermediate_states", shape_of(c.intermediate_states), f"of 1 to {DECODE_TOKENS} tokens per row")
+    c.require("ssm_state_indices", "N", *INTS)
+    c.require("num_accepted_tokens", "N", *INTS)
+    c.check("intermediate_state_indices", "N", *INTS)
+    c.refuse_gradients(NO_GRADIENTS["commit"])
+    t = tensors_of(c, DECODE_NAMES)
+    settings = dict(null_index=c.null_index, state_v_first=c.state_v_first, spec_tokens=c.sizes["tokens"] - 1)
+    return problem_of(t, operation="commit", scale=1.0, **settings), t
+
+
+# ---- kda_prefill ----------------------------------------------------------------------------------------------------------
+
+
+def validate_prefill(c: Arguments) -> Made:
+    check_int("chunk_size", c.chunk_size)
+    number_or_none("scale", c.scale)
+    check_name("gate", c.gate, *PREFILL_GATES)
+    check_name("precision", c.precision, *PRECISIONS)
+    for name, shape in (("q", "B H T K"), ("k", "B H T K"), ("v", "B H T V"), ("g", "B H T K"), ("beta", "B H T")):
+        c.require(name, shape, FLOAT32, dense=len(shape.split()))
+    H, K, V = c.sizes["H"], c.sizes["K"], c.sizes["V"]
+    if H == 0:
+        raise wrong("q", shape_of(c.q), "of at least one head")
+    if (K, V, c.chunk_size) not in PREFILL_SIZES:
+        name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
+        sizes = ", ".join(map(str, PREFILL_SIZES))
+        raise wrong(name, f"(K, V, C) = {(K, V, c.chunk_size)}", f"one of {sizes}")
+    c.refuse_gradients(NO_GRADIENTS["prefill"])
+    return prefill_problem(c, tensors_of(c, {}))
+
+
+def prefill_problem(c: Any, t: Tensors) -> Made:
+    """Makes every head of every batch row a batch row with one head: its chunks then lie one after another, as in
+    `w [B, H, Nc, C, K]`."""
+    scale = t.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
+    settings = dict(scale=scale, gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=t.q.shape[1])
+    rows = (x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for x in (t.q, t.k, t.v, t.g, t.beta))
+    t = Tensors(*rows)
+    return problem_of(t, operation="prefill", state_v_first=True, split=1, **settings), t
+
+
+# ---- chunk_bwd_wy_dqkg ----------------------------------------------------------------------------------------------------
+
+
+def validate_wy(c: Arguments) -> Made:
+    c.flags("state_v_first", "use_exp2")
+    number_or_none("scale", c.scale)
+    check_int_in("chunk_size", c.chunk_size, CHUNK_SIZES)
+    state = "V K" if c.state_v_first else "K V"
+    c.require("q", "B T H K", *FLOATS)
+    dtype, C = c.q.dtype, c.chunk_size
+    c.require("k", "B T H K", dtype)
+    c.require("v", "B T HV V", dtype)
+    check_heads(c)
+    c.require("v_new", "B T HV V", dtype)
+    c.require("g", "B T HV K", wide(dtype))
+    c.require("beta", "B T HV", wide(dtype), dtype)
+    c.require("A", f"B T HV {C}", wide(dtype), dtype)
+    c.require("h", f"B NT HV {state}", wide(dtype), dtype)
+    c.require("dh", f"B NT HV {state}", wide(dtype), dtype)
+    c.require("do", "B T HV V", dtype)
+    c.require("dv", "B T HV V", dtype)
+    check_offsets(c, "q")
+    chunks = -(-c.sizes["T"] // C)
+    if c.cu_seqlens is None and c.sizes["NT"] != chunks:
+        raise wrong("h", shape_of(c.h), f"of NT = ceil(T / chunk_size) = {chunks}")
+    c.refuse_gradients(NO_GRADIENTS["wy"])
+    scale = c.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
+    gate = "cumulative_log2" if c.use_exp2 else "cumulative"
+    t = tensors_of(c, {})
+    settings = dict(scale=scale, gate=gate, chunk_size=C, state_v_first=c.state_v_first)
+    return problem_of(t, operation="wy", **settings), t
+
+
+# ---- the layer around attention: gated_rms_norm, short_convolution ---------------------------------------------------------
+
+
+def validate_norm(c: Arguments) -> Made:
+    epsilon("eps", c.eps)
+    check_name("activation", c.activation, *NORM_GATES)
+    check_tensor("x", c.x)
+    rows = " ".join([*(f"D{i}" for i in range(c.x.dim() - 1)), "V"])  # of any rank
+    c.require("x", rows, *FLOATS)
+    if not 1 <= c.sizes["V"] <= MAX_NORM:
+        raise wrong("x", shape_of(c.x), f"of a last dimension from 1 to {MAX_NORM}")
+    dtype = c.x.dtype
+    c.require("z", rows, dtype, *((torch.bfloat16, torch.float16) if dtype == FLOAT32 else ()))
+    c.require("weight", "V", wide(dtype), dtype)
+    t = tensors_of(c, {})
     return problem_of(t, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps)), t
 
 
-GATED_RMS_NORM = Operation(
-    "gated_rms_norm",
-    (
-        Argument("x", rows_shape, INPUT, required=""),
-        Argument("z", rows_shape, like_or_below_float32, required=""),
-        Argument("weight", "V", wide_or_first, required=""),
-    ),
-    {"eps": epsilon, "activation": one_of(*NORM_GATES)},
-    (),
-    norm_problem,
-    check_norm,
-)
-
-
-def check_convolution(c: Any, sizes: Sizes) -> None:
-    if sizes["D"] == 0:
-        raise wrong("x", shape_of(c.x), "at least one channel")
-    if c.cu_seqlens is not None and sizes["B"] != 1:
-        raise wrong("x", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
-    taps = sizes.get("W", MAX_TAPS)
-    if not MIN_TAPS <= taps <= MAX_TAPS:
-        raise wrong("weight", shape_of(c.weight), f"{MIN_TAPS} to {MAX_TAPS} taps")
-    if "L" in sizes and sizes["L"] not in (taps - 1, taps):
-        roles = ("initial_state", "state_pool", "checkpoint_states", "final_state")
-        role = next(x for x in roles if getattr(c, x) is not None)
-        raise wrong(role, shape_of(getattr(c, role)), f"the last W - 1 = {taps - 1} or W = {taps} inputs of a channel")
-    check_checkpoints(c, sizes)
-
-
-def convolution_problem(c: Any, t: Tensors) -> Made:
+def validate_convolution(c: Arguments) -> Made:
+    c.flags("output_final_state")
+    check_name("activation", c.activation, "silu", None)
+    check_name("null_index", c.null_index, *NULL_INDICES)
+    check_pool_options(c)
+    check_checkpoint_options(c, "checkpoint_states")
+    c.require("x", "B T D", *FLOATS)
+    dtype = c.x.dtype
+    if c.sizes["D"] == 0:
+        raise wrong("x", shape_of(c.x), "of at least one channel")
+    check_offsets(c, "x")
+    c.require("weight", ("D W", "D 1 W"), wide(dtype), dtype)
+    check_taps(c)
+    c.check("bias", "D", wide(dtype), dtype)
+    check_states(c, "D L", wide(dtype), dtype)
+    check_checkpoints(c, "D L", wide(dtype), dtype)
+    W = c.sizes["W"]
+    if c.sizes.get("L", W) not in (W - 1, W):
+        name = next(x for x in ("initial_state", "state_pool", "checkpoint_states", "final_state") if x in c.tensors)
+        wanted = f"of the last W - 1 = {W - 1} or W = {W} inputs of a channel"
+        raise wrong(name, shape_of(getattr(c, name)), wanted)
+    c.check("out", "B T D", dtype, dense=1, written=True)
+    check_gradients(c)
+    by_sequence(c)
+    t = tensors_of(c, {})
     return problem_of(
         t,
         operation="short_convolution",
@@ -906,134 +698,180 @@ def convolution_problem(c: Any, t: Tensors) -> Made:
     ), t
 
 
-SHORT_CONVOLUTION = Operation(
-    "short_convolution",
-    (
-        Argument("x", "B T D", INPUT, required=""),
-        Argument("cu_seqlens", "N1", INDEX),
-        Argument("weight", ("D W", "D 1 W"), wide_or_first, required=""),
-        Argument("bias", "D", wide_or_first),
-        Argument("initial_state", "N D L", wide_or_first),
-        Argument("state_pool", "slots D L", wide_or_first, written=True),
-        Argument("state_indices", "N", INDEX, required=needs_indices),
-        Argument("has_initial_state", "N", BOOL),
-        *MARKS,
-        Argument("checkpoint_states", "rows D L", wide_or_first, written=True),
-        Argument("out", "B T D", like_first, dense=1, written=True),
-        Argument("final_state", "N D L", wide_or_first, written=True),
-    ),
-    {"activation": one_of("silu", None), "null_index": one_of(*NULL_INDICES), "checkpoint_every": tokens_apart},
-    (
-        *SLOT_RULES,
-        FINAL_STATE_RULE,
-        *(needs(role, "checkpoint_states") for role in ("checkpoint_offsets", "checkpoint_indices")),
-        *BUFFER_RULES,
-    ),
-    convolution_problem,
-    check_convolution,
-)
+def check_taps(c: Arguments) -> None:
+    if not MIN_TAPS <= c.sizes["W"] <= MAX_TAPS:
+        raise wrong("weight", shape_of(c.weight), f"of {MIN_TAPS} to {MAX_TAPS} taps")
 
 
 # ---- the layer's step: fused_kda_decode --------------------------------------------------------------------------------------
 
 FUSED_NAMES = {
-    "mixed_qkv": "x",
     "state_pool": "state",
     "g": "raw_g",
     "beta": "raw_beta",
     "z": "output_gate",
-    "eps": "norm_eps",
     "out": "output",
-    "use_beta_sigmoid_in_kernel": "beta_is_logit",
     "intermediate_indices": "intermediate_state_indices",
+    "x": "",
 }
-"""FlashInfer's and vLLM's names, where they have one."""
-
-FUSED_PARAMETERS = ("A_log", "dt_bias")
+"""FlashInfer's and vLLM's names of roles, where they differ. The rows x are q, k and v side by side, which are the roles."""
 
 
-def fused_rows(c: Any, sizes: Sizes) -> Any:
-    """With q, k and v as views of the rows, and what there is of each token in the same layout."""
-    sizes["S1"] = tokens_of(c)
-    for role in ("mixed_qkv", "state_pool"):
-        if getattr(c, role) is None:
-            raise TypeError(f"{FUSED_NAMES[role]}: got NoneType, wanted a torch.Tensor")
-    c = split_rows(c, c.state_pool, FUSED_NAMES)
-    sizes["D"] = sizes["width"] = c.mixed_qkv.shape[1]
+def validate_fused_decode(c: Arguments) -> Made:
+    c.flags("use_qk_l2norm_in_kernel", "state_v_first")
+    check_name("null_index", c.null_index, *NULL_INDICES)
+    check_spec_tokens(c.num_spec_tokens)
+    epsilon("norm_eps", c.norm_eps)
+    c.use_gate_in_kernel = c.gate is None  # always, where the call names no other
+    gate = check_gate(c, "beta_is_logit")
+    c.needs("num_accepted_tokens", "num_spec_tokens")
+    c.needs("intermediate_states", "num_spec_tokens")
+    c.needs("intermediate_state_indices", "intermediate_states")
+
+    spec = c.num_spec_tokens or 0
+    c.sizes["1+num_spec_tokens"] = 1 + spec
+    c.require("x", "tokens D", *FLOATS)
+    split_rows(c, "x", "state", 1 + spec, {"raw_g": "HV K", "raw_beta": "HV", "output_gate": "HV V"})
+    check_tokens(c, FUSED_HEAD_DIMS, "raw_g", "raw_beta", "state")
+    D, dtype = c.sizes["D"], c.q.dtype
+    # three weights side by side, where q, k and v have as many channels
     equal = c.q.shape[2:].numel() == c.v.shape[2:].numel()
-    sizes["PART"] = sizes["D"] // 3 if equal else 0
-    return c
-
-
-def check_fused(c: Any, sizes: Sizes) -> None:
-    if "T" not in sizes:  # of the rows, before their views
-        return
-    check_heads(c, sizes, FUSED_HEAD_DIMS, FUSED_NAMES["state_pool"])
-    bind_record(sizes)
-    taps, spec = sizes.get("W", MAX_TAPS), sizes["S1"] - 1
-    if not MIN_TAPS <= taps <= MAX_TAPS:
-        raise wrong("weight", shape_of(c.weight), f"{MIN_TAPS} to {MAX_TAPS} taps")
-    if sizes.get("L", MAX_TAPS + spec) < taps - 1 + spec:
-        wanted = f"at least W - 1 + num_spec_tokens = {taps - 1 + spec} inputs of a channel"
+    c.sizes["D/3"] = D // 3 if equal else 0
+    c.require("weight", ("D W", "D 1 W", "3 W D/3"), FLOAT32, dtype)
+    check_taps(c)
+    c.check("bias", "D", FLOAT32, dtype)
+    c.require("conv_state", "slots D L", FLOAT32, dtype, written=True)
+    least = c.sizes["W"] - 1 + spec
+    if c.sizes["L"] < least:
+        wanted = f"of at least W - 1 + num_spec_tokens = {least} inputs of a channel"
         raise wrong("conv_state", shape_of(c.conv_state), wanted)
 
+    state, replayed = "HV V K" if c.state_v_first else "HV K V", c.intermediate_states is not None
+    c.require("state", f"slots {state}", *state_dtypes(dtype), dense=3, written=not replayed)
+    # a slot for each state that is stored
+    targets = "N" if c.num_spec_tokens is None or replayed else "N 1+num_spec_tokens"
+    c.require("state_indices", targets, *INTS)
+    c.check("num_accepted_tokens", "N", *INTS)
+    c.require("output_gate", "B T HV V", dtype)
+    c.require("norm_weight", "V", FLOAT32, dtype)
+    c.sizes["width"] = record_width(c.sizes["K"], c.sizes["V"])
+    check_intermediates(c, "state", "rows 1+num_spec_tokens HV width")
+    c.check("output", "B T HV V", wide(dtype), dtype, dense=1, written=True)
+    c.refuse_gradients(NO_GRADIENTS["fused_decode"])
+    # `[parts, channels, W]`: one part, or three side by side
+    parts = c.weight.shape[0] == 3 and c.weight.shape[1] != 1
+    c.weight = c.weight.mT if parts else c.weight.reshape(1, D, c.sizes["W"])
+    settings = dict(spec_tokens=spec, update_state=not replayed, eps=float(c.norm_eps))
+    return kda_problem(c, "fused_decode", gate, c.beta_is_logit, FUSED_NAMES, **settings)
 
-def fused_problem(c: Any, t: Tensors) -> Made:
-    """The weight becomes `[parts, channels, W]`: one part, or three side by side."""
-    parts = t.weight.shape[0] == 3 and t.weight.shape[1] != 1
-    weight = t.weight.mT if parts else t.weight.view(1, -1, t.weight.shape[-1])
-    replayed = t.intermediate_states is not None
-    settings = dict(operation="fused_decode", spec_tokens=tokens_of(c) - 1, update_state=not replayed)
-    return kda_problem(c, replace(t, weight=weight), **settings, output_final_state=False, eps=float(c.eps))
+
+# ---- operations -----------------------------------------------------------------------------------------------------------
+
+NO_GRADIENTS = {
+    "decode": "chunk_kda and fused_recurrent_kda have gradients",
+    "commit": "the pool is updated in place",
+    "prefill": "kda_prefill has no backward",
+    "wy": "this is a backward pass: it has none",
+    "fused_decode": "nn.KimiDeltaAttention has gradients",
+}
+"""Why operations have none, by name."""
 
 
-def fused_targets(c: Any) -> str:
-    """A slot for each state that is stored."""
-    return "N S1" if c.num_spec_tokens is not None and c.intermediate_states is None else "N"
+@dataclass(frozen=True)
+class Operation:
+    """What a public function asks of its arguments.
+
+    `called`: the caller's names of roles, where they differ. `may_write`: the tensors that a call may write, by the caller's
+    names; `reads`: those of them that a given call leaves alone. `may_share`: pairs that may lie interleaved in one buffer.
+    """
+
+    name: str
+    validate: Callable[[Arguments], Made]
+    may_write: tuple[str, ...] = ()
+    called: Mapping[str, str] = field(default_factory=dict)
+    reads: Callable[[Arguments], str | None] = lambda c: None
+    may_share: tuple[str, str] = ("", "")
+
+    @property
+    def no_gradients(self) -> str | None:
+        return NO_GRADIENTS.get(self.name)
+
+    def name_of(self, role: str) -> str:
+        return self.called.get(role, role)
+
+    def written(self, given: Mapping[str, object]) -> list[str]:
+        """The caller's names of the tensors that a call writes."""
+        read = self.reads(Arguments(given))
+        return [name for name in self.may_write if name != read and given.get(name) is not None]
+
+    def overlaps(self, names: list[str]) -> dict[str, list[str]]:
+        """By tensor that may be written, those of `names` that must not share its memory. Each pair is there once."""
+        found: dict[str, list[str]] = {}
+        for name in self.may_write:
+            others = [x for x in names if x != name and {x, name} != {*self.may_share}]
+            found[name] = [other for other in others if name not in found.get(other, ())]
+        return found
+
+    def check(self, given: Mapping[str, object], *, dry: bool = False) -> Made:
+        """Validates a call, whose arguments are `given` by the caller's names. A `dry` check copies and reads nothing on a
+        device; its tensors may not be run on.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: anything else; the message names the argument, states the rule and says what came.
+        """
+        c = Arguments(given, dry)
+        problem, t = self.validate(c)
+        self.check_overlaps(c.tensors)
+        if not dry and not torch.compiler.is_compiling():
+            if device_checks.ENABLED:
+                device_checks.check(problem, t, self.name_of, given.get("cu_seqlens_cpu"))
+            elif device_checks.ON_CPU and t.device.type == "cpu" and all(map(has_address, t.present().values())):
+                device_checks.check_on_cpu(t, self.name_of)
+        return problem, t
+
+    def check_overlaps(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Refuses a tensor to be written that shares memory with another argument."""
+        if torch.compiler.is_compiling() or all([tensors.get(name) is None for name in self.may_write]):
+            return
+        places = {name: place for name, x in tensors.items() if (place := memory(x)) is not None}
+        for name, others in self.overlaps([*places]).items():
+            for other in others if name in places else ():
+                if places[other][0] < places[name][1] and places[name][0] < places[other][1]:
+                    raise wrong(name, f"memory shared with {other}", "in memory of its own")
 
 
+WRITTEN = ("out", "final_state", "checkpoint_states", "state_pool")
+
+CHUNK = Operation("chunk", validate_chunk, WRITTEN)
+RECURRENT = Operation("recurrent", validate_recurrent, ("out", "final_state", "state_pool"))
+DECODE = Operation(
+    "decode",
+    validate_decode,
+    ("output", "intermediate_states", "initial_state"),
+    DECODE_NAMES,
+    reads=lambda c: None if c.update_state else "initial_state",
+    may_share=("initial_state", "initial_state_source"),
+)
+COMMIT = Operation(
+    "commit",
+    validate_commit,
+    ("intermediate_states", "initial_state"),
+    DECODE_NAMES,
+    reads=lambda c: None if has_records(c.intermediate_states) else "intermediate_states",
+)
+PREFILL = Operation("prefill", validate_prefill)
+WY = Operation("wy", validate_wy)
+GATED_RMS_NORM = Operation("gated_rms_norm", validate_norm)
+SHORT_CONVOLUTION = Operation("short_convolution", validate_convolution, WRITTEN)
 FUSED_DECODE = Operation(
     "fused_decode",
-    (
-        Argument("mixed_qkv", "rows_of_tokens width", INPUT, required=""),
-        *TOKENS,
-        *PARAMETERS,
-        Argument("weight", ("D W", "D 1 W", "3 W PART"), float32_or_first, required=""),
-        Argument("bias", "D", float32_or_first),
-        Argument("conv_state", "slots D L", float32_or_first, required="", written=True, shares=("state_pool",)),
-        Argument(
-            "state_pool",
-            "slots HV STATE",
-            state,
-            required="",
-            dense=3,
-            written=lambda c: c.intermediate_states is None,  # else a commit does
-            shares=("conv_state",),
-        ),
-        Argument("state_indices", fused_targets, INDEX, required=""),
-        Argument("num_accepted_tokens", "N", INDEX),
-        Argument("z", "B T HV V", like_first, required=""),
-        Argument("norm_weight", "V", float32_or_first, required=""),
-        Argument("intermediate_states", "rows S1 HV RECORD", same_as_pool, dense=3, written=True),
-        Argument("intermediate_indices", "N", INDEX),
-        OUT,
-    ),
-    OPTIONS | {"eps": epsilon},
-    (
-        *(rule for rule in GATE_RULES if rule.argument not in ("gate", "lower_bound", *FUSED_PARAMETERS)),
-        GATE_NEEDS_BOUND,
-        *(parameter(role, "gate='softplus' or gate='lower_bound'") for role in FUSED_PARAMETERS),
-        parameter("lower_bound", "gate='lower_bound'"),
-        *(needs(role, "num_spec_tokens") for role in ("num_accepted_tokens", "intermediate_states")),
-        needs("intermediate_indices", "intermediate_states"),
-    ),
-    fused_problem,
-    check_fused,
-    canonical=fused_rows,
-    called=FUSED_NAMES,
-    no_gradients="nn.KimiDeltaAttention has gradients",
+    validate_fused_decode,
+    ("output", "intermediate_states", "conv_state", "state"),
+    FUSED_NAMES,
+    reads=lambda c: None if c.intermediate_states is None else "state",
+    may_share=("conv_state", "state"),
 )
-
 
 BY_NAME = {
     operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION, FUSED_DECODE)

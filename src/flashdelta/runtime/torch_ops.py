@@ -81,7 +81,8 @@ class Operator:
     def run(self, *arguments: Any) -> Any:
         problem, t, backend = self.unpacked(arguments)
         if self.writes:  # while a call is traced, no tensor has memory that could be shared
-            BY_NAME[problem.operation].check_overlaps(vars(t))
+            operation = BY_NAME[problem.operation]
+            operation.check_overlaps({operation.name_of(role): x for role, x in t.present().items()})
         found = backends.choose(problem, t.device, backend).build(problem, t).run()
         given = t.given()
         return self.returned({name: x for name, x in found.items() if name not in given}, t)
