@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -55,6 +56,11 @@ class Refusal:
     def expect(self, op: Callable, call: dict) -> None:
         with pytest.raises((ValueError, TypeError), match=rf"(?s)^({self.argument}) must be .+; got .+"):
             op(**call)
+
+
+def says(message: str, text: str) -> bool:
+    """Whether a refusal reads so; `...` stands for any words."""
+    return re.search(".*".join(map(re.escape, message.split("..."))), text, re.S) is not None
 
 
 def bad(of: str | None = None, /, **changes: object) -> tuple[str, dict]:

@@ -84,7 +84,7 @@ def test_explain_and_supports_write_nothing(name: str):
     assert fd.supports(fd.chunk_kda, **call)
     assert same_bits(memory_of(call["checkpoint_states"]), before)
     shared = call | {"out": call["v"]}
-    assert "out: got memory shared with v" in fd.supports(fd.chunk_kda, **shared).reason
+    assert "out must be in memory of its own; got memory shared with v" in fd.supports(fd.chunk_kda, **shared).reason
 
 
 def test_warmup_makes_calls_with_buffers():

@@ -59,13 +59,15 @@ def test_an_unfinished_folder_leaves_nothing(exists: bool, tmp_path: Path):
 def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path):
     (tmp_path / "file").touch()
     with (
-        pytest.raises(ValueError, match=r"^out: got .*file/x, wanted a folder that can be written \(Not a directory\)"),
+        pytest.raises(
+            ValueError, match=r"^out must be a folder that can be written \(Not a directory\).*; got .*file/x"
+        ),
         whole_folder("out", tmp_path / "file" / "x"),
     ):
         raise AssertionError("must not be reached")
-    with pytest.raises(ValueError, match=r"^json: got .*x.json, wanted a file that can be written \(File exists\)"):
+    with pytest.raises(ValueError, match=r"^json must be a file that can be written \(File exists\).*; got .*x.json"):
         require_writable("json", tmp_path / "file" / "x.json")
-    with pytest.raises(ValueError, match=r"^json: got /dev/null, wanted a file$"):
+    with pytest.raises(ValueError, match=r"^json must be a file; got /dev/null$"):
         require_writable("json", Path("/dev/null"))
     require_writable("json", tmp_path / "x.json")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

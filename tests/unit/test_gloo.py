@@ -28,6 +28,7 @@ from ..support.layers import make_layer, rows
 from ..support.oracle import same_bits
 from ..support.processes import on_processes
 from ..support.ranks import Cut, Found, fla_context, incoming_of
+from ..support.refusals import says
 from ..support.shared import folder_of_run, once
 
 RANKS = 4
@@ -241,10 +242,10 @@ def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
 
 
 def test_all_ranks_hear_what_one_refuses_where_values_are_checked(found: list[dict]):
-    width = "context: got another call on rank 1 than on rank 0"
+    width = "context must ...; got another call on rank 1 than on rank 0"
     for rank, said in enumerate(x["refused"] for x in found):
-        cache = "return_cache: got one with" if rank == 1 else "context: got a call that rank 1 refuses"
-        assert said[0].startswith(width) and said[1].startswith(cache), said
+        cache = "return_cache must ...; got one" if rank == 1 else "context must ...; got one that rank 1 rejected"
+        assert says(width, said[0]) and says(cache, said[1]), said
 
 
 @pytest.mark.parametrize("kind", STEPS)
@@ -326,7 +327,7 @@ def test_a_group_that_was_destroyed_is_refused():
 
     def all_are_refused() -> None:
         for argument, run in calls:
-            with pytest.raises(ValueError, match=f"^{argument}: got a process group that was destroyed"):
+            with pytest.raises(ValueError, match=f"^{argument} must .*; got a process group that was destroyed"):
                 run()
 
     for _, run in calls:

@@ -160,7 +160,7 @@ def test_buffers_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
         (pool, "final_state", (pool["state_pool"].clone(),)),
     ):
         for value in values:
-            with pytest.raises((ValueError, TypeError), match=f"^{name}: got "):
+            with pytest.raises((ValueError, TypeError), match=f"^{name} must .*; got "):
                 fd.short_convolution(**call | {name: value})
     fd.short_convolution(**marks | row)
 

@@ -178,8 +178,11 @@ def test_device_capability_is_no_node_of_the_graph(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}, "allow_neg_eigval: got True"),
-        ({"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)}, "final_state: got dtype torch.float16"),
+        ({"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}, "allow_neg_eigval must be False"),
+        (
+            {"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)},
+            "final_state must be of dtype float32",
+        ),
     ],
     ids=["rule", "dtype"],
 )
@@ -337,7 +340,7 @@ def test_explain_runs_nothing_and_takes_meta_tensors(op):
 
 
 def test_explain_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"^op: got .*, wanted one of flashdelta\."):
+    with pytest.raises(ValueError, match=r"^op must be one of flashdelta\..*; got .*"):
         fd.explain(torch.matmul, **short_call(BY_NAME["bounded"], fd.chunk_kda))
 
 
@@ -386,7 +389,7 @@ BAD_WARMUPS = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_WARMUPS.items() for value in values])
 def test_warmup_names_what_it_cannot_vary(name: str, value: object):
-    with pytest.raises((TypeError, ValueError), match=rf"^{name}: got "):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} must .*; got "):
         fd.warmup(fd.chunk_kda, **{"head_dims": [(32, 32)], "device": "cpu", name: value})
 
 
@@ -394,7 +397,7 @@ def test_warmup_refuses_what_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     rows = {"q": (fd.chunk_kda, [(48, 64)]), "op": (torch.matmul,), "device": (fd.chunk_kda,)}
     for argument, given in rows.items():
-        with pytest.raises(ValueError, match=f"^{argument}: got "):
+        with pytest.raises(ValueError, match=f"^{argument} must .*; got "):
             fd.warmup(*given, **({"device": "cpu"} if argument == "q" else {}))
 
 

@@ -35,6 +35,7 @@ from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.layers import HIDDEN, make_layer
 from ..support.oracle import same_bits
 from ..support.ranks import Cut, Found, fla_context, incoming_of, results_of
+from ..support.refusals import says
 from ..support.virtual import on_ranks
 
 FP64 = torch.float64
@@ -195,7 +196,7 @@ def test_rows_are_those_of_the_last_update():
     def run(group) -> list[int]:
         context = context_parallel(torch.tensor([0, 40, 64]), group=group, max_sequences=3)
         context.update_(torch.tensor([0, 8, 40, 64]))
-        with pytest.raises(ValueError, match=r"x: got shape \[2\], .* each of the 3 sequences"):
+        with pytest.raises(ValueError, match=r"x must be .* each of the 3 sequences.*; got shape \[2\]"):
             context.rows(torch.tensor([7, 5]))
         return context.rows(torch.tensor([7, 5, 3])).tolist()
 
@@ -236,10 +237,10 @@ class OnDevice(Tensor):
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
-        ([0, 65], "cu_seqlens: got last offset 65, wanted at most the 64 tokens"),
-        ([0, 40, 30, 64], "cu_seqlens: got offsets that fall from 40 to 30"),
-        ([0, 10, 20, 64], "cu_seqlens: got 3 sequences on rank 0, wanted at most 2"),
-        ([3, 64], "cu_seqlens: got first offset 3"),
+        ([0, 65], "cu_seqlens must be at most the 64 tokens...; got last offset 65"),
+        ([0, 40, 30, 64], "cu_seqlens must ...; got 40 then 30"),
+        ([0, 10, 20, 64], "cu_seqlens must be of at most 2...; got 3 sequences on rank 0"),
+        ([3, 64], "cu_seqlens must ...; got first offset 3"),
     ],
 )
 def test_an_update_from_a_device_is_refused_where_values_are_checked(
@@ -250,7 +251,7 @@ def test_an_update_from_a_device_is_refused_where_values_are_checked(
     context = context_of_rank(2)
     with pytest.raises(ValueError) as refused:
         context.update_(given)
-    assert str(refused.value).startswith(message)
+    assert says(message, str(refused.value))
     assert context.cu_seqlens.eq(0).all()
 
 
@@ -472,67 +473,70 @@ CALLS = {
 }
 NOBODY = torch.distributed.GroupMember.NON_GROUP_MEMBER
 REFUSED = {
-    "kda_tokens": (of_case(T=31), "q: got shape [1, 31, 2, 32], wanted [1, T, 2, 32] with the context's T = 32"),
-    "kda_rows": (of_case(B=2), "q: got batch size 2"),
+    "kda_tokens": (of_case(T=31), "q must be [1, T, 2, 32] with the context's T = 32...; got shape [1, 31, 2, 32]"),
+    "kda_rows": (of_case(B=2), "q must ...; got batch size 2"),
     "kda_no_rows": (
         lambda c: kda(group=c.group, **{name: x[:, :0] for name, x in small_call().items() if name in TOKEN_TENSORS}),
-        "q: got shape [1, 0, 2, 32]",
+        "q must ...; got shape [1, 0, 2, 32]",
     ),
     "other_device": (
         lambda c: kda(c, **{name: x.to("meta") for name, x in small_call().items() if isinstance(x, Tensor)}),
-        "cp_context: got device cpu",
+        "cp_context must ...; got device cpu",
     ),
-    "no_tensor": (with_options(q=7), "q: got int"),
-    "dtype": (with_options(q=torch.zeros(1, 32, 2, 32, dtype=torch.int32)), "q: got dtype torch.int32"),
-    "unknown_backend": (with_options(backend="none"), "backend: got"),
-    "both": (lambda c: kda(c, group=c.group), "group: got a group with cp_context"),
-    "offsets": (with_options(cu_seqlens=OFFSETS), "cu_seqlens: got a tensor with cp_context"),
-    "rows_and_offsets": (lambda c: kda(cu_seqlens=OFFSETS, group=c.group), "cu_seqlens: got a"),
+    "no_tensor": (with_options(q=7), "q must ...; got int"),
+    "dtype": (with_options(q=torch.zeros(1, 32, 2, 32, dtype=torch.int32)), "q must ...; got int32"),
+    "unknown_backend": (with_options(backend="none"), "backend must ...; got"),
+    "both": (lambda c: kda(c, group=c.group), "group must ...; got both"),
+    "offsets": (with_options(cu_seqlens=OFFSETS), "cu_seqlens must ...; got a tensor with cp_context"),
+    "rows_and_offsets": (lambda c: kda(cu_seqlens=OFFSETS, group=c.group), "cu_seqlens must ...; got a"),
     "checkpoints": (
         with_options(checkpoint_states=torch.zeros(1, 2, 32, 64), checkpoint_every=64),
-        "checkpoint_states: got a tensor with cp_context",
+        "checkpoint_states must be None with cp_context...; got a tensor",
     ),
-    "states": (with_options(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state: got shape"),
-    "zigzag": (lambda c: kda(other_of_fla(c.group, layout="zigzag")), "cp_context: got layout 'zigzag'"),
-    "context_indivisible": (context_of(torch.tensor([0, 63])), "cu_seqlens: got 63 tokens"),
-    "context_falling": (context_of(torch.tensor([0, 9, 8])), "cu_seqlens: got offsets that fall"),
-    "context_shape": (context_of(OFFSETS[:0]), "cu_seqlens: got shape"),
-    "context_dtype": (context_of(OFFSETS.float()), "cu_seqlens: got dtype torch.float32"),
-    "context_room": (context_of(max_sequences=1), "max_sequences: got 1"),
-    "context_exchange": (context_of(exchange="post"), "exchange: got 'post'"),
-    "context_relay": (context_of(relay=1), "relay: got 1 (int)"),
-    "update_last": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens: got last offset 65"),
-    "layer_shape": (lambda c: in_layer(c, tokens=31), "x: got shape [1, 31"),
+    "states": (with_options(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state must ...; got shape"),
+    "zigzag": (lambda c: kda(other_of_fla(c.group, layout="zigzag")), "cp_context must ...; got layout 'zigzag'"),
+    "context_indivisible": (context_of(torch.tensor([0, 63])), "cu_seqlens must ...; got 63 tokens"),
+    "context_falling": (context_of(torch.tensor([0, 9, 8])), "cu_seqlens must ...; got 9 then 8"),
+    "context_shape": (context_of(OFFSETS[:0]), "cu_seqlens must ...; got shape"),
+    "context_dtype": (context_of(OFFSETS.float()), "cu_seqlens must ...; got dtype torch.float32"),
+    "context_room": (context_of(max_sequences=1), "max_sequences must ...; got 1"),
+    "context_exchange": (context_of(exchange="post"), "exchange must ...; got 'post'"),
+    "context_relay": (context_of(relay=1), "relay must ...; got 1 (int)"),
+    "update_last": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens must ...; got last offset 65"),
+    "layer_shape": (lambda c: in_layer(c, tokens=31), "x must ...; got shape [1, 31"),
     "layer_dtype": (lambda c: in_layer(c, dtype=torch.float64), "dtype"),
-    "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache: got one with cp_context"),
-    "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
-    "layer_slots": (lambda c: in_layer(c, slots=torch.tensor([0])), "pool: got NoneType"),
+    "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache must ...; got one"),
+    "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context must ...; got one for 3 taps"),
+    "layer_slots": (lambda c: in_layer(c, slots=torch.tensor([0])), "pool must ...; got NoneType"),
     # its halo has passed the checks on all ranks then
-    "layer_between_exchanges": (lambda c: in_layer(c, backend="triton"), "backend: got 'triton'"),
-    "fla_halo": (of_fla(pre_num_conv_tokens=None), "context: got one without pre_num_conv_tokens"),
-    "fla_before": (of_fla(pre_num_ranks=2), "cp_context: got pre_num_ranks 2"),
-    "fla_after": (of_fla(post_num_ranks=2), "cp_context: got post_num_ranks 2"),
-    "fla_below": (of_fla(pre_num_ranks=-1), "cp_context: got pre_num_ranks -1"),
-    "fla_none": (of_fla(pre_num_ranks=None), "cp_context: got pre_num_ranks None (NoneType)"),
-    "fla_offsets": (of_fla(cu_seqlens_cpu=torch.tensor([2, 32])), "cu_seqlens: got first offset 2"),
-    "halo_width": (halo_of(0), "width: got 0"),
-    "halo_tokens": (lambda c: halo(torch.zeros(1, 2, 3), c.group, 3), "x: got 2 tokens"),
-    "halo_of_fla": (lambda c: halo(X, other_of_fla(c.group, layout="zigzag"), 3), "cp_context: got layout 'zigzag'"),
+    "layer_between_exchanges": (lambda c: in_layer(c, backend="triton"), "backend must ...; got 'triton'"),
+    "fla_halo": (of_fla(pre_num_conv_tokens=None), "context must ...; got one without pre_num_conv_tokens"),
+    "fla_before": (of_fla(pre_num_ranks=2), "cp_context must ...; got pre_num_ranks 2"),
+    "fla_after": (of_fla(post_num_ranks=2), "cp_context must ...; got post_num_ranks 2"),
+    "fla_below": (of_fla(pre_num_ranks=-1), "cp_context must ...; got pre_num_ranks -1"),
+    "fla_none": (of_fla(pre_num_ranks=None), "cp_context must ...; got pre_num_ranks None (NoneType)"),
+    "fla_offsets": (of_fla(cu_seqlens_cpu=torch.tensor([2, 32])), "cu_seqlens must ...; got first offset 2"),
+    "halo_width": (halo_of(0), "width must ...; got 0"),
+    "halo_tokens": (lambda c: halo(torch.zeros(1, 2, 3), c.group, 3), "x must ...; got 2 tokens"),
+    "halo_of_fla": (
+        lambda c: halo(X, other_of_fla(c.group, layout="zigzag"), 3),
+        "cp_context must ...; got layout 'zigzag'",
+    ),
 }
 """A call by a rank's context, whose first word tells what other ranks call, and what it says."""
 
 UNTOLD = {
-    "rows_type": (lambda c: c.rows([0, 1]), "x: got list"),
+    "rows_type": (lambda c: c.rows([0, 1]), "x must ...; got list"),
     "rows_few": (lambda c: c.rows(torch.zeros(1)), "with a row for each of the 2 sequences"),
-    "rows_of_rows": (lambda c: replace(c, cu_seqlens=None).rows(X), "rows: got a context of batch rows"),
-    "group": (context_of(group="world"), "group: got str"),
-    "other_group": (context_of(group=NOBODY), "group: got a group that this process is not in"),
-    "no_context": (lambda c: kda(7), "cp_context: got int"),
-    "layer_context": (lambda c: in_layer(7), "cp_context: got int"),
-    "halo_context": (lambda c: halo(X, 7, 3), "context: got int"),
-    "halo_no_context": (lambda c: halo(X, None, 3), "context: got NoneType"),
-    "halo_other_group": (lambda c: halo(X, NOBODY, 3), "context: got a group that this process is not in"),
-    "fla_disabled": (of_fla(group=None), "cp_context: got one whose group is None"),
+    "rows_of_rows": (lambda c: replace(c, cu_seqlens=None).rows(X), "rows must ...; got a context of batch rows"),
+    "group": (context_of(group="world"), "group must ...; got str"),
+    "other_group": (context_of(group=NOBODY), "group must ...; got a group that this process is not in"),
+    "no_context": (lambda c: kda(7), "cp_context must ...; got int"),
+    "layer_context": (lambda c: in_layer(7), "cp_context must ...; got int"),
+    "halo_context": (lambda c: halo(X, 7, 3), "context must ...; got int"),
+    "halo_no_context": (lambda c: halo(X, None, 3), "context must ...; got NoneType"),
+    "halo_other_group": (lambda c: halo(X, NOBODY, 3), "context must ...; got a group that this process is not in"),
+    "fla_disabled": (of_fla(group=None), "cp_context must ...; got one whose group is None"),
 }
 """The same of calls that name no group whose ranks could be told."""
 
@@ -554,7 +558,7 @@ def heard(*calls: Callable) -> list[str]:
 @pytest.mark.parametrize("name", [*REFUSED, *UNTOLD])
 def test_what_does_not_fit_is_refused_on_every_rank(name: str):
     call, message = (REFUSED | UNTOLD)[name]
-    assert all(message in text for text in heard(call, call)), message
+    assert all(says(message, text) for text in heard(call, call)), message
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -564,8 +568,8 @@ def test_what_one_rank_refuses_the_others_hear_where_values_are_checked(name: st
     for good in (other,) if other in CALLS else ("kda", "layer"):
         first, second = heard(CALLS[good], call)
         argument = "cu_seqlens" if good in ("context", "update") else "context"
-        assert f"{argument}: got a call that rank 1 refuses" in first
-        assert message in second
+        assert says(f"{argument} must ...; got one that rank 1 rejected", first)
+        assert says(message, second)
 
 
 @pytest.fixture
@@ -587,8 +591,8 @@ def fla_kda(**changes):
 
 
 HOST = context_of(cu_seqlens_cpu=torch.tensor([0, 30, 64]))
-OTHER_CALL = "context: got another call on rank 1 than on rank 0"
-OTHER_OFFSETS = "cu_seqlens: got other offsets on rank 1 than on rank 0"
+OTHER_CALL = "context must ...; got another call on rank 1 than on rank 0"
+OTHER_OFFSETS = "cu_seqlens must ...; got other offsets on rank 1 than on rank 0"
 ODD = {
     "borders": (kda, with_other_offsets([0, 32, 64], kda), OTHER_OFFSETS),
     # the ranks' states go on alike, but not the inputs of a convolution
@@ -597,12 +601,12 @@ ODD = {
     "layout": (kda, of_case(v_first=True), OTHER_CALL),
     "beta": (kda, of_case(beta="double_logit"), OTHER_CALL),
     "backend": (by_backend("reference"), by_backend("triton"), OTHER_CALL),
-    "group": (of_group(), of_group(scale=2.0), "group: got another call on rank 1"),
+    "group": (of_group(), of_group(scale=2.0), "group must ...; got another call on rank 1"),
     # those of FLA have no offsets of all ranks' tokens
-    "fla": (fla_kda(), fla_kda(pre_num_ranks=0), "cu_seqlens: got offsets on rank 0 that do not"),
-    "relay": (context_of(), context_of(relay=False), "cu_seqlens: got another call on rank 1"),
+    "fla": (fla_kda(), fla_kda(pre_num_ranks=0), "cu_seqlens must ...; got offsets on rank 0 that do not"),
+    "relay": (context_of(), context_of(relay=False), "cu_seqlens must ...; got another call on rank 1"),
     "update": (CALLS["update"], lambda c: c.update_(torch.tensor([0, 19, 64])), OTHER_OFFSETS),
-    "host": (HOST, HOST, "cu_seqlens_cpu: got other offsets"),
+    "host": (HOST, HOST, "cu_seqlens_cpu must ...; got other offsets"),
     "halo_width": (halo_of(), halo_of(2), OTHER_CALL),
     "halo_dtype": (halo_of(), halo_of(x=X.half()), OTHER_CALL),
     "halo_channels": (halo_of(), halo_of(x=torch.zeros(1, 32, 4)), OTHER_CALL),
@@ -617,21 +621,21 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_ranks_that_disagree_are_refused_where_values_are_checked(name: str, checked: None):
     *calls, wanted = ODD[name]
-    assert all(wanted in text for text in heard(*calls))
+    assert all(says(wanted, text) for text in heard(*calls))
 
 
 def test_a_refusal_that_nobody_can_be_told_keeps_its_words(checked: None, monkeypatch: pytest.MonkeyPatch):
     """Of a context whose group was destroyed."""
 
     def gone(name: str) -> None:
-        raise ValueError("group: got a process group that was destroyed")
+        raise ValueError("group must be a living process group; got one that was destroyed")
 
     def call(context: ContextParallel) -> None:
         with monkeypatch.context() as here:
             here.setattr(checks, "group_named", gone)
             kda(context, q=7)
 
-    assert all(text.startswith("q: got int") for text in heard(call, call))
+    assert all(says("q must ...; got int", text) for text in heard(call, call))
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "offloaded"])
@@ -670,7 +674,7 @@ def test_transforms_over_ranks_are_refused(transform):
         ):
             with pytest.raises(NotImplementedError, match=f"{argument}: transforms of"):
                 transform(loss)(x if transform is torch.func.grad else x[None])
-        with forward_ad.dual_level(), pytest.raises(ValueError, match="x: got a tensor with a forward-mode tangent"):
+        with forward_ad.dual_level(), pytest.raises(ValueError, match="x must be a tensor without a forward-mode tangent"):
             halo(forward_ad.make_dual(X, X), context, 3)
 
     on_ranks(2, run)
@@ -696,7 +700,7 @@ def test_an_update_has_the_room_that_each_rank_has():
         assert (context.border.tolist(), context.cu_seqlens.tolist()) == before
         return str(refused.value)
 
-    assert all(text.startswith("cu_seqlens: got 2 sequences on rank 1, wanted at most 1") for text in on_ranks(2, run))
+    assert all(says("cu_seqlens must be of at most 1...; got 2 sequences on rank 1", text) for text in on_ranks(2, run))
 
 
 @pytest.mark.parametrize("lengths", [(40, 50, 6), (96,), (10, 80, 6)])

@@ -65,4 +65,4 @@ def test_hopper_comes_first_where_it_can_run_the_call(
     if obstacle:
         with pytest.raises(ValueError) as raised:
             backends.choose(problem, device, "hopper")
-        assert f"backend: got 'hopper', wanted one that can run this call (hopper: {obstacle}" in str(raised.value)
+        assert f"backend must be one that can run this call (hopper: {obstacle}" in str(raised.value)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from ..parallel.merge import around_recurrence
-from ..problem.problem import AUTO, BACKWARD, Problem, Tensors
-from ..program.launch import capability
+from ..problem.problem import (
+    AUTO,
+    BACKWARD,
+    ChunkProblem,
+    ChunkTensors,
+    Problem,
+    StepProblem,
+    StepTensors,
+    Tensors,
+    WyTensors,
+)
+from ..program.launch import Launch, capability
 from ..program.program import Outputs, Program, Step
 from ..program.workspace import Workspace, new
 from ..triton import launch as portable
@@ -32,21 +43,18 @@ from .wy import wy_dqkg
 def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     """The program, for GPUs of compute capability `arch` (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
-    if problem.operation == "chunk" + BACKWARD:
-        return gradients.backward(problem, t)
-    if problem.keeps:
-        return gradients.forward(problem, t)
-    outputs = Outputs.of(problem, t)
-    if problem.operation == "wy":
+    if isinstance(t, WyTensors):
         t, copies = prepare_wy_inputs(t)
-        return Program(outputs, [wy_dqkg(problem, t, outputs)], copies)
-    if problem.operation != "chunk":
-        own = {"commit": commit, "fused_decode": fused_kda_decode}
-        stage = own.get(problem.operation, verify if problem.has_records else decode)
+    elif isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors):
+        if problem.operation == "chunk" + BACKWARD:
+            return gradients.backward(problem, t)
+        if problem.keeps:
+            return gradients.forward(problem, t)
+        t, copies = prepare_inputs(t)
+    else:
         t, copies = portable.prepare_inputs(problem, t)
-        return Program(outputs, stage(problem, t, arch, outputs), copies)
-    t, copies = prepare_inputs(t)
-    return Program(outputs, chunk(problem, t, arch, outputs), copies)
+    outputs = Outputs.of(problem, t)
+    return Program(outputs, LAUNCHES[problem.operation](problem, t, arch, outputs), copies)
 
 
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
@@ -57,7 +65,7 @@ with K = 128 16, 32 and 64 heads take 228, 283 and 441 us instead of 198, 275 an
 and 369 us instead of 199, 343 and 510 (benchmarks/results/tuning/half_steps-h200.json)."""
 
 
-def in_steps(problem: Problem, transitions_at_once: int) -> bool:
+def in_steps(problem: ChunkProblem, transitions_at_once: int) -> bool:
     """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`). `transitions_at_once`: `room` of a
     call that may be split.
 
@@ -70,7 +78,7 @@ def in_steps(problem: Problem, transitions_at_once: int) -> bool:
     return STEPS_FROM[problem.K, forms_transitions] <= problem.HV and whole and plain and inputs
 
 
-def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
+def chunk(problem: ChunkProblem, t: ChunkTensors, arch: int, outputs: Outputs) -> list[Step]:
     """The launches that run a call of whole sequences, in order."""
     steps = in_steps(problem, room(problem, t.device))
     wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
@@ -89,3 +97,19 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
         stored += strided_copy(o, outputs["o"], scratch=o)
     last = recurrence(replace(call, beside=(*call.beside, o)), o, final_state, outputs.get("h"), steps=steps)
     return [prepared, *carried, *split, last, *stored]
+
+
+def tokens_of_pool(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Token by token, or into a replay buffer all at once."""
+    return (verify if problem.has_records else decode)(problem, t, arch, outputs)
+
+
+LAUNCHES: dict[str, Callable[..., Iterable[Step]]] = {
+    "chunk": chunk,
+    "recurrent": decode,
+    "decode": tokens_of_pool,
+    "fused_decode": fused_kda_decode,
+    "commit": commit,
+    "wy": wy_dqkg,
+}
+"""The launches of each operation, in order."""

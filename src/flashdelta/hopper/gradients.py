@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.merge import carried_states
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..program.program import Program, Step
 from ..triton import backward_pass
 from ..triton.backward_pass import Kept, Stages
@@ -24,15 +24,15 @@ from .wy import wy
 ARCH = 90
 
 
-def forward(problem: Problem, t: Tensors) -> Program:
+def forward(problem: ChunkProblem, t: ChunkTensors) -> Program:
     return backward_pass.forward(stages_of(problem, t))
 
 
-def backward(problem: Problem, t: Tensors) -> Program:
+def backward(problem: ChunkProblem, t: ChunkTensors) -> Program:
     return backward_pass.backward(stages_of(problem, t))
 
 
-def stages_of(problem: Problem, t: Tensors) -> Stages:
+def stages_of(problem: ChunkProblem, t: ChunkTensors) -> Stages:
     t, copies = prepare_inputs(t)
     return Stages(
         problem,
@@ -49,7 +49,9 @@ def stages_of(problem: Problem, t: Tensors) -> Stages:
     )
 
 
-def scan(problem: Problem, t: Tensors, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Step]:
+def scan(
+    problem: ChunkProblem, t: ChunkTensors, kept: Kept, o: Tensor | None, final_state: Tensor | None
+) -> list[Step]:
     call = StageCall(problem, t, ARCH, kept.workspace, kept.beside)
     prepared, carried, told = prepare(call, kept.Akk_inv), list[Step](), list[Step]()
     if problem.ranks > 1:

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..program.launch import Launch
 from ..triton.backward_pass import Kept, Scanned
 from ..triton.launch import or_empty
@@ -243,8 +243,8 @@ def reverse_kernel(
 
 
 def reverse(
-    problem: Problem,
-    t: Tensors,
+    problem: ChunkProblem,
+    t: ChunkTensors,
     kept: Kept,
     scanned: Scanned | None,
     dht: Tensor | None,

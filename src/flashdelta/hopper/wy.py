@@ -12,6 +12,7 @@ results through the places that are needed last: otherwise all CTAs would wait f
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, WyTensors
 from ..program.launch import Launch, sm_count
 from ..program.program import Outputs
 from ..triton.launch import chunks
@@ -393,7 +394,7 @@ def wy_kernel(
 
 
 def _wy(
-    problem: Problem,
+    problem: ChunkProblem,
     x: WyOperands,
     found: tuple[torch.Tensor | None, ...],
     rows: int,
@@ -440,20 +441,22 @@ def by_state(x: torch.Tensor) -> TensorDescriptor:
     return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
 
 
-def wy(problem: Problem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
+def wy(problem: ChunkProblem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
     found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
-    gate = dict(GATE=problem.gate, SAFE=problem.safe_gate)
-    rest = dict(BETA=problem.beta_kind, L2NORM=problem.l2norm, V_FIRST=True)
+    gate: dict[str, Any] = dict(GATE=problem.gate, SAFE=problem.safe_gate)
+    rest: dict[str, Any] = dict(BETA=problem.beta_kind, L2NORM=problem.l2norm, V_FIRST=True)
     launch = _wy(problem, x, found, problem.slots, **gate, **rest)
     return replace(launch, scratch=(*x.kept(), *parts.buffers))
 
 
-def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:
+def wy_dqkg(problem: ChunkProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
     x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
     results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
-    kinds = dict(GATE=problem.gate, SAFE=False, BETA="value", L2NORM=False, V_FIRST=problem.state_v_first)
+    kinds: dict[str, Any] = dict(
+        GATE=problem.gate, SAFE=False, BETA="value", L2NORM=False, V_FIRST=problem.state_v_first
+    )
     # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
     # (no tensor descriptor has an empty tensor)
     persistent = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
-    return _wy(problem, x, results, problem.rows, persistent, **kinds)
+    return [_wy(problem, x, results, problem.rows, persistent, **kinds)]

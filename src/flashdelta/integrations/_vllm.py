@@ -239,7 +239,7 @@ def kimi_verify(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def kimi_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
-    g, beta, out = (call.get(name) for name in ("raw_g", "raw_beta", "out"))
+    g, beta, out = call["raw_g"], call["raw_beta"], call.get("out")
     ours = {
         "mixed_qkv": call["mixed_qkv"],
         "g": g.transpose(0, 1),
@@ -377,7 +377,7 @@ def is_ours(call: Arguments, g: str, spec: int) -> bool:
 SAME = ("x", "weight", "conv_state", "raw_beta", "A_log", "dt_bias", "state", "output_gate", "norm_weight", "norm_eps")
 
 
-STEP = {"null_index": "non_positive", "backend": KERNEL}
+STEP: dict[str, Any] = {"null_index": "non_positive", "backend": KERNEL}
 """vLLM has nothing to fall back to in such a layer, so that a call that no kernel runs ends in `NoKernel`."""
 
 

@@ -135,9 +135,9 @@ class KimiDeltaAttention(nn.Module):
         _check_one_of("gate", gate, GATES)
         check_bound("lower_bound", lower_bound)
         if gate == "lower_bound" and lower_bound is None:
-            raise ValueError("lower_bound: got None, wanted a float in [-5, 0) (the lower_bound gate needs it)")
+            raise ValueError("lower_bound must be a float in [-5, 0) (the lower_bound gate reads it); got None")
         if num_v_heads % num_heads != 0:
-            raise ValueError(f"num_v_heads: got {num_v_heads}, wanted a multiple of num_heads = {num_heads}")
+            raise ValueError(f"num_v_heads must be a multiple of num_heads = {num_heads}; got {num_v_heads}")
         _check_one_of("head_dim", head_dim, HEAD_DIMS)
         _check_one_of("head_v_dim", head_v_dim, HEAD_DIMS)
         _check_one_of("chunk_size", chunk_size, CHUNK_SIZES)
@@ -185,7 +185,7 @@ class KimiDeltaAttention(nn.Module):
         if self.conv_bias is not None:
             nn.init.zeros_(self.conv_bias)
         nn.init.ones_(self.o_norm)
-        if self.A_log is None:
+        if self.A_log is None or self.dt_bias is None:
             return
         nn.init.zeros_(self.A_log)
         fastest = FASTEST_DECAY if self.lower_bound is None else min(FASTEST_DECAY, -0.9 * self.lower_bound)
@@ -268,8 +268,8 @@ class KimiDeltaAttention(nn.Module):
             if self._is_step(x, cu_seqlens, has_initial_state):
                 return self.o_proj(self._step(p, mixed, gate, pool, where, share).flatten(2)), None
             where["has_initial_state"] = has_initial_state
-            past: dict[str, object] = {"state_pool": pool.conv, **where}
-            states: dict[str, object] = {"state_pool": pool.state, "state_v_first": True, **where}
+            past: dict[str, Any] = {"state_pool": pool.conv, **where}
+            states: dict[str, Any] = {"state_pool": pool.state, "state_v_first": True, **where}
         else:
             past = {"initial_state": None if cache is None else cache.conv, "output_final_state": return_cache}
             states = {"initial_state": None if cache is None else cache.state, "output_final_state": return_cache}
@@ -356,7 +356,7 @@ class KimiDeltaAttention(nn.Module):
         weight, bias = (share.part(x, self.conv_channels) for x in (self.conv_weight, self.conv_bias))
         return _narrowed(weight, dtype), None if bias is None else _narrowed(bias, dtype)
 
-    def _gate_options(self) -> dict[str, object]:
+    def _gate_options(self) -> dict[str, Any]:
         return {
             "gate": self.gate,
             "lower_bound": self.lower_bound,
@@ -369,7 +369,7 @@ class KimiDeltaAttention(nn.Module):
         return x.shape[1] == 1 and cu_seqlens is None and has_initial_state is None and fits
 
     def _step(
-        self, p: dict[str, Tensor], mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, object], share: Share
+        self, p: dict[str, Tensor], mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, Any], share: Share
     ) -> Tensor:
         """A token of each sequence, `[N, 1, HV, V]`, before the last projection."""
         weight, bias = self._filters(mixed.dtype, share)
@@ -385,7 +385,7 @@ class KimiDeltaAttention(nn.Module):
             output_gate=gate[:, 0],
             norm_weight=_narrowed(share.whole(self.o_norm), mixed.dtype),
         )
-        options = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
+        options: dict[str, Any] = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
         return fused_kda_decode(mixed[:, 0], **tensors, **options, **where)
 
     def _kda_call(
@@ -414,12 +414,12 @@ class KimiDeltaAttention(nn.Module):
     def _context(self, cp_context: Any, others: dict[str, object], x: Tensor) -> ContextParallel:
         given = next((name for name, value in others.items() if value is not None), None)
         if given is not None:
-            raise ValueError(f"{given}: got one with cp_context, wanted one of the two")
+            raise ValueError(f"{given} must be None with cp_context; got one")
         context = context_of(cp_context, None, x.device)
         context.check_tokens(x)
         if context.conv_size not in (None, self.conv_size):
             raise ValueError(
-                f"cp_context: got one for {context.conv_size} taps, wanted the layer's conv_size = {self.conv_size}"
+                f"cp_context must be for the layer's conv_size = {self.conv_size}; got one for {context.conv_size} taps"
             )
         return context
 
@@ -432,19 +432,19 @@ class KimiDeltaAttention(nn.Module):
 
     def _check_inputs(self, x: Tensor, cache: KdaCache | None, cu_seqlens: Tensor | None) -> None:
         if not isinstance(x, Tensor):
-            raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
+            raise TypeError(f"x must be a torch.Tensor; got {type(x).__name__}")
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x: got shape {list(x.shape)}, wanted [B, T, {self.hidden_size}]")
+            raise ValueError(f"x must be of shape [B, T, {self.hidden_size}]; got shape {list(x.shape)}")
         if cu_seqlens is not None:
             check_offsets(cu_seqlens)
         if cache is not None and not (isinstance(cache, KdaCache) and isinstance(cache.conv, Tensor)):
-            raise TypeError(f"cache: got {type(cache).__name__}, wanted a KdaCache of tensors")
+            raise TypeError(f"cache must be a KdaCache of tensors; got {type(cache).__name__}")
 
     def _check_cache(self, x: Tensor, cache: KdaCache, cu_seqlens: Tensor | None, share: Share) -> None:
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         wanted = (sequences, share.heads(sum(self.conv_channels)), self.conv_size - 1)
         if tuple(cache.conv.shape) != wanted:
-            raise ValueError(f"cache: got conv of shape {list(cache.conv.shape)}, wanted {list(wanted)}")
+            raise ValueError(f"cache must be of conv {list(wanted)}; got conv of shape {list(cache.conv.shape)}")
 
     def _check_pool(
         self,
@@ -458,17 +458,17 @@ class KimiDeltaAttention(nn.Module):
     ) -> None:
         if not isinstance(pool, KdaPool):
             raise TypeError(
-                f"pool: got {type(pool).__name__}, wanted a KdaPool (slots and has_initial_state are of one)"
+                f"pool must be a KdaPool (slots and has_initial_state are of one); got {type(pool).__name__}"
             )
         if not isinstance(slots, Tensor):
-            raise TypeError(f"slots: got {type(slots).__name__}, wanted a torch.Tensor of slots of the pool")
+            raise TypeError(f"slots must be a torch.Tensor of slots of the pool; got {type(slots).__name__}")
         if cache is not None or return_cache:
-            raise ValueError("pool: got one with a cache, wanted one of the two")
+            raise ValueError("pool must be None with a cache; got one")
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
-            raise ValueError("pool: got one with gradients, wanted torch.no_grad() (it is updated in place)")
+            raise ValueError("pool must be under torch.no_grad() (it is updated in place); got one with gradients")
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if tuple(slots.shape) != (sequences,):
-            raise ValueError(f"slots: got shape {list(slots.shape)}, wanted one a sequence = [{sequences}]")
+            raise ValueError(f"slots must be one per sequence = [{sequences}]; got shape {list(slots.shape)}")
         wanted = {
             "conv": (pool.state.shape[0], share.heads(sum(self.conv_channels)), self.conv_size - 1),
             "state": (pool.state.shape[0], share.heads(self.num_v_heads), self.head_v_dim, self.head_dim),
@@ -476,7 +476,7 @@ class KimiDeltaAttention(nn.Module):
         for name, shape in wanted.items():
             found = tuple(getattr(pool, name).shape)
             if found != shape:
-                raise ValueError(f"pool: got {name} of shape {list(found)}, wanted {list(shape)}")
+                raise ValueError(f"pool must be of {name} {list(shape)}; got {name} of shape {list(found)}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiDeltaAttention:
         """Moves and casts as any module does, but leaves `A_log` and `dt_bias` in float32, unrounded."""
@@ -514,4 +514,4 @@ def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_one_of(name: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, wanted one of {allowed}")
+        raise ValueError(f"{name} must be one of {allowed}; got {value!r}")

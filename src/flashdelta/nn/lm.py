@@ -42,7 +42,7 @@ def encode(text: str, name: str = "text") -> Tensor:
     """
     unknown = sorted(set(text) - _TOKENS.keys())
     if unknown:
-        raise ValueError(f"{name}: got {''.join(unknown)!r}, wanted printable ASCII characters and newlines")
+        raise ValueError(f"{name} must be printable ASCII characters and newlines; got {''.join(unknown)!r}")
     return torch.tensor([_TOKENS[character] for character in text], dtype=torch.int64)
 
 
@@ -174,9 +174,9 @@ class KdaLanguageModel(nn.Module):
             ValueError: `tokens` that are not `[B, T]`, or not one cache a layer.
         """
         if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens: got shape {list(tokens.shape)}, wanted [B, T] with T >= 1")
+            raise ValueError(f"tokens must be [B, T] with T >= 1; got shape {list(tokens.shape)}")
         if caches is not None and len(caches) != len(self.blocks):
-            raise ValueError(f"caches: got {len(caches)}, wanted one a layer = {len(self.blocks)}")
+            raise ValueError(f"caches must be one a layer = {len(self.blocks)}; got {len(caches)}")
         x = self.embedding(tokens)
         after = []
         nothing = [None] * len(self.blocks)
@@ -211,7 +211,7 @@ class KdaLanguageModel(nn.Module):
             ValueError: a negative temperature.
         """
         if temperature < 0:
-            raise ValueError(f"temperature: got {temperature}, wanted at least 0")
+            raise ValueError(f"temperature must be at least 0; got {temperature}")
         while True:
             token = sample(logits, temperature, generator)
             out, caches = self(token[:, None], caches, return_caches=True)
@@ -272,7 +272,7 @@ def load_model(
     from safetensors import safe_open
 
     if not Path(path).is_file():
-        raise FileNotFoundError(f"path: got {str(path)!r}, wanted a file that save_model wrote")
+        raise FileNotFoundError(f"path must be a file that save_model wrote; got {str(path)!r}")
     with safe_open(str(path), framework="pt") as file:
         config = _read_config(path, file.metadata() or {})
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -283,9 +283,9 @@ def load_model(
 
 def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelConfig:
     if _CONFIG_KEY not in metadata:
-        raise ValueError(f"path: got {str(path)!r} without a model's shape, wanted a file that save_model wrote")
+        raise ValueError(f"path must be a file that save_model wrote; got {str(path)!r} without a model's shape")
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
     if values.keys() != names:
-        raise ValueError(f"path: got a model with the fields {sorted(values)}, wanted {sorted(names)}")
+        raise ValueError(f"path must be {sorted(names)}; got a model with the fields {sorted(values)}")
     return LanguageModelConfig(**values)

@@ -50,13 +50,13 @@ def shard_attention(
 
     layers = [x for x in module.modules() if isinstance(x, KimiDeltaAttention)]
     if not layers:
-        raise ValueError(f"module: got {type(module).__name__} without a KimiDeltaAttention, wanted one or more")
+        raise ValueError(f"module must be one or more; got {type(module).__name__} without a KimiDeltaAttention")
     for layer in layers:
         narrow = next((name for name, x in layer.named_parameters() if x.dtype != torch.float32), None)
         if narrow is not None:
             dtype = layer.get_parameter(narrow).dtype
             raise ValueError(
-                f"module: got {narrow} in {dtype}, wanted torch.float32 (param_dtype is for the projections)"
+                f"module must be torch.float32 (param_dtype is for the projections); got {narrow} in {dtype}"
             )
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}

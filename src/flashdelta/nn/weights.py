@@ -58,13 +58,13 @@ def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif module in names and kind in parts:
             found[f"{names[module]}.{kind}"] = x
         else:
-            raise ValueError(f"weights: got {name!r}, wanted the names of a Kimi Delta Attention layer")
+            raise ValueError(f"weights must be the names of a Kimi Delta Attention layer; got {name!r}")
     for kind, by_module in parts.items():
         if by_module:
             found[f"conv_{kind}"] = _convolution(by_module)
     missing = {*SAME, "conv_weight", "o_norm", *(f"{x}.weight" for x in LOW_RANK)} - found.keys()
     if missing:
-        raise ValueError(f"weights: got none for {', '.join(sorted(missing))}, wanted all of a layer's")
+        raise ValueError(f"weights must be all of a layer's; got none for {', '.join(sorted(missing))}")
     return found
 
 
@@ -73,7 +73,7 @@ def _convolution(by_module: Mapping[str, Tensor]) -> Tensor:
     modules = ("conv1d",) if "conv1d" in by_module else CONVOLUTIONS
     missing = [module for module in modules if module not in by_module]
     if missing or len(modules) != len(by_module):
-        raise ValueError(f"weights: got convolutions {sorted(by_module)}, wanted conv1d or {', '.join(CONVOLUTIONS)}")
+        raise ValueError(f"weights must be conv1d or {', '.join(CONVOLUTIONS)}; got convolutions {sorted(by_module)}")
     x = torch.cat([by_module[module] for module in modules])
     return x.squeeze(1) if x.dim() == 3 else x
 
@@ -87,7 +87,7 @@ def export_weights(layer: KimiDeltaAttention, form: Form) -> dict[str, Tensor]:
         ValueError: another form.
     """
     if form not in FORMS:
-        raise ValueError(f"form: got {form!r}, wanted one of {FORMS}")
+        raise ValueError(f"form must be one of {FORMS}; got {form!r}")
     found: dict[str, Tensor] = {}
     for name, x in layer.state_dict().items():
         module, _, kind = name.rpartition(".")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import mistyped, wrong
+from .problem import Tensors
+
+T = TypeVar("T", bound=Tensors)
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The usual classes of tensors that are plain."""
@@ -103,7 +106,9 @@ def check_dense(name: str, x: Tensor, dims: int) -> None:
     inner = 1
     for size, stride in reversed([*zip(x.shape, x.stride())][x.dim() - dims :]):
         if size > 1 and stride != inner:
-            wanted = "contiguous" if dims == x.dim() else f"dense in its last {dims} dimensions (any pitch between them)"
+            wanted = (
+                "contiguous" if dims == x.dim() else f"dense in its last {dims} dimensions (any pitch between them)"
+            )
             raise wrong(name, f"strides {x.stride()}", "dense in its last dimension" if dims == 1 else wanted)
         inner *= size
 
@@ -130,8 +135,8 @@ def ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 class Arguments:
     """A call's arguments by the caller's names, as attributes, with the sizes that its tensors bind as they are checked.
 
-    A shape is a line of symbols, `"B T HV K"`. The first tensor that has a symbol binds it, others must have the same size there;
-    `HV*K` is a product, a number stands for itself. The first tensor checked tells the device of the others.
+    A shape is a line of symbols, `"B T HV K"`. The first tensor that has a symbol binds it, others must have the same size
+    there; `HV*K` is a product, a number stands for itself. The first tensor checked tells the device of the others.
     """
 
     def __init__(self, given: Mapping[str, Any], dry: bool = False):
@@ -146,16 +151,16 @@ class Arguments:
     if TYPE_CHECKING:  # the arguments
 
         def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def flags(self, *names: str) -> None:
         for name in names:
             flag(name, getattr(self, name))
 
-    def require(self, name: str, shape: str, *dtypes: torch.dtype, dense: int = 0, written: bool = False) -> None:
+    def require(self, name: str, shape: str | Sequence[str], *dtypes: torch.dtype, **layout: Any) -> None:
         """Checks a tensor that may not be left out."""
-        if getattr(self, name) is None:
-            raise TypeError(f"{name} must be a torch.Tensor of shape {self.described(shape)}; got None")
-        self.check(name, shape, *dtypes, dense=dense, written=written)
+        check_tensor(name, getattr(self, name))
+        self.check(name, shape, *dtypes, **layout)
 
     def check(
         self, name: str, shape: str | Sequence[str], *dtypes: torch.dtype, dense: int = 0, written: bool = False
@@ -235,10 +240,16 @@ class Arguments:
     def requires_grad(self) -> bool:
         return torch.is_grad_enabled() and any([x.requires_grad for x in self.tensors.values()])
 
-    def read(self, name: str) -> Tensor | None:
+    def read(self, name: str) -> Any:
         """A tensor as memory has it; a `dry` check copies nothing."""
-        x = getattr(self, name)
+        x = getattr(self, name, None)
         return x if x is None or self.dry else resolved(x)
+
+    def by_role(self, family: type[T], called: Mapping[str, str] | None = None) -> T:
+        """The tensors by role. `called`: the names of roles, where they differ."""
+        roles, called = family.__dataclass_fields__, called or {}
+        found = {role: x for role in roles if (x := self.read(called.get(role, role))) is not None}
+        return family(**found)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------------

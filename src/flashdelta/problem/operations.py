@@ -1,6 +1,7 @@
 """The contracts of the public operations: a validator for each, which reads a call's arguments from top to bottom.
 
-Past a validator no code validates again. It sees the caller's names, and returns the record of the call and its tensors by role.
+Past a validator no code validates again. It sees the caller's names, and returns the record of the call and its tensors by
+role.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -32,17 +33,30 @@ from .arguments import (
 from .errors import mistyped, wrong
 from .problem import (
     DECODE_TOKENS,
-    ROLES,
-    SETTINGS,
+    ChunkProblem,
+    ChunkTensors,
+    CommitTensors,
+    ConvolutionTensors,
+    FusedTensors,
     GateName,
     NormGate,
+    NormTensors,
     NullIndex,
     Precision,
     PrefillGate,
     Problem,
+    StepTensors,
     Tensors,
-    problem_of,
+    WyTensors,
+    chunk_problem,
+    commit_problem,
+    convolution_problem,
+    has_records,
+    norm_problem,
     record_width,
+    step_problem,
+    wider,
+    wy_problem,
 )
 from .split import AUTO, known_lengths
 
@@ -91,10 +105,6 @@ INTS = (torch.int32, torch.int64)
 FLOAT32, FLOAT64, BOOL = torch.float32, torch.float64, torch.bool
 
 Made = tuple[Problem, Tensors]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -228,7 +238,7 @@ def check_tokens(
 
 
 def check_heads(c: Arguments, head_dims: tuple[int, ...] = HEAD_DIMS, pool: str | None = None) -> None:
-    H, K, HV, V = *c.q.shape[2:], *c.v.shape[2:]
+    (H, K), (HV, V) = c.q.shape[2:], c.v.shape[2:]
     if H == 0:
         raise wrong("q", shape_of(c.q), "of at least one head")
     if HV == 0 or HV % H != 0:
@@ -259,7 +269,7 @@ def check_offsets(c: Arguments, batched: str) -> None:
 
 
 def check_states(c: Arguments, state: str, *dtypes: torch.dtype, dense: int = 0) -> None:
-    """Checks initial and final states, or the pool of both. `state`: the dimensions of one; `dense`: how many of them must be."""
+    """Checks initial and final states, or the pool of both. `state`: the dimensions of one, of which `dense` must be."""
     c.check("initial_state", f"N {state}", *dtypes)
     c.check("state_pool", f"slots {state}", *dtypes, dense=dense, written=True)
     c.check("state_indices", "N", *INTS)
@@ -283,16 +293,14 @@ def check_checkpoints(c: Arguments, state: str, *dtypes: torch.dtype, dense: int
             raise wrong("checkpoint_states", f"{c.sizes['rows']} rows", f"of at least B * ceil(T / n) = {least} rows")
 
 
-def check_intermediates(c: Arguments, pool: str, *shapes: str) -> None:
-    """Checks what a read-only verification stores: states like the pool's, or records of float32, which have rank 4."""
-    dtype = getattr(c, pool).dtype
-    records = has_records(c.intermediate_states)
-    c.check("intermediate_states", shapes, wide(dtype) if records else dtype, dense=3, written=True)
+def check_intermediates(c: Arguments, pool: str, *shapes: str, written: bool = True) -> None:
+    """Checks what a read-only verification stores, and a commit reads: states like the pool's, or records of float32, which
+    have rank 4."""
     c.check("intermediate_state_indices", "N", *INTS)
-
-
-def has_records(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 4
+    if c.intermediate_states is not None:
+        check_tensor("intermediate_states", c.intermediate_states)
+        dtype, records = getattr(c, pool).dtype, has_records(c.intermediate_states)
+        c.check("intermediate_states", shapes, wider(dtype) if records else dtype, dense=3, written=written)
 
 
 def check_gradients(c: Arguments) -> None:
@@ -308,8 +316,8 @@ def check_gradients(c: Arguments) -> None:
         raise wrong("return_intermediate_states", True, "False where an input requires grad, or under torch.no_grad()")
 
 
-def by_head(c: Arguments, g: str = "g") -> None:
-    """Brings the parameters of the gate into canonical shape: by head, and by head and channel."""
+def canonical(c: Arguments, g: str = "g") -> None:
+    """Brings parameters of the gate into the shape by head (and channel), `[HV]` and `[HV, K]`."""
     if c.A_log is not None and c.A_log.dim() == 4:
         c.A_log = c.A_log.reshape(c.sizes["HV"])
     if c.dt_bias is not None and c.dt_bias.dim() == 1:
@@ -317,17 +325,24 @@ def by_head(c: Arguments, g: str = "g") -> None:
 
 
 def by_sequence(c: Arguments) -> None:
-    """Brings offsets and indices of checkpoints into canonical shape, `[N, M]`."""
+    """Brings offsets and indices of checkpoints into the shape `[N, M]`."""
     for name in ("checkpoint_offsets", "checkpoint_indices"):
         x = getattr(c, name)
         if x is not None and x.dim() == 1:
             setattr(c, name, x[:, None])
 
 
-def tensors_of(c: Arguments, called: Mapping[str, str]) -> Tensors:
-    """A call's tensors by role. `called`: the caller's names of roles, where they differ."""
-    names = ((role, called.get(role, role)) for role in ROLES)
-    return Tensors(**{role: c.read(name) for role, name in names if isinstance(getattr(c, name, None), Tensor)})
+def attention_settings(c: Arguments, gate: str, logits: bool) -> dict[str, Any]:
+    return dict(
+        scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
+        gate=gate,
+        lower_bound=float(c.lower_bound) if gate == "lower_bound" else None,
+        safe_gate=gate == "lower_bound",
+        beta_kind="value" if not logits else "double_logit" if c.allow_neg_eigval else "logit",
+        l2norm=bool(c.use_qk_l2norm_in_kernel),
+        state_v_first=bool(c.state_v_first),
+        null_index=c.null_index,
+    )
 
 
 # ---- whole sequences: chunk_kda, fused_recurrent_kda ---------------------------------------------------------------------
@@ -355,10 +370,30 @@ def validate_chunk(c: Arguments) -> Made:
     state, dtypes = "HV V K" if c.state_v_first else "HV K V", state_dtypes(c.q.dtype)
     check_states(c, state, *dtypes, dense=3)
     check_checkpoints(c, state, *dtypes, dense=3)
-    c.check("out", "B T HV V", wide(c.q.dtype), c.q.dtype, dense=1, written=True)
+    c.check("out", "B T HV V", wider(c.q.dtype), c.q.dtype, dense=1, written=True)
     check_gradients(c)
+    canonical(c)
     by_sequence(c)
-    return kda_problem(c, "chunk", gate, c.use_beta_sigmoid_in_kernel)
+    t = c.by_role(ChunkTensors)
+    settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
+    # the softplus gate has no bound that a promise could mean
+    settings["safe_gate"] |= c.safe_gate and gate != "softplus"
+    names = ("chunk_size", "return_intermediate_states", "batch_invariant", "disable_recompute")
+    settings |= {name: getattr(c, name) for name in names}
+    if c.cp_context is not None and c.cp_context.ranks > 1:
+        names = ("rank", "ranks", "exchange", "relay")
+        settings |= dict(process_group=c.cp_context.name) | {name: getattr(c.cp_context, name) for name in names}
+    longest_chunks, all_chunks = known_lengths(c.cu_seqlens_cpu, c.chunk_size, c.q) or (0, 0)
+    return chunk_problem(
+        t,
+        operation="chunk",
+        **settings,
+        output_final_state=c.output_final_state or c.final_state is not None,
+        checkpoint_every=c.checkpoint_every or 0,
+        split=AUTO if c.split == "auto" else 1 if c.split is False else c.split,
+        longest_chunks=longest_chunks,
+        all_chunks=all_chunks,
+    ), t
 
 
 def validate_recurrent(c: Arguments) -> Made:
@@ -366,9 +401,16 @@ def validate_recurrent(c: Arguments) -> Made:
     gate = check_sequence_options(c)
     check_tokens(c)
     check_states(c, "HV V K" if c.state_v_first else "HV K V", *state_dtypes(c.q.dtype), dense=3)
-    c.check("out", "B T HV V", wide(c.q.dtype), c.q.dtype, dense=1, written=True)
+    c.check("out", "B T HV V", wider(c.q.dtype), c.q.dtype, dense=1, written=True)
     check_gradients(c)
-    return kda_problem(c, "recurrent", gate, c.use_beta_sigmoid_in_kernel)
+    canonical(c)
+    settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
+    settings["output_final_state"] = c.output_final_state or c.final_state is not None
+    if c.requires_grad():  # only the chunked kernels have gradients
+        chunks = c.by_role(ChunkTensors)
+        return chunk_problem(chunks, operation="chunk", **settings), chunks
+    t = c.by_role(StepTensors)
+    return step_problem(t, operation="recurrent", **settings), t
 
 
 def check_sequence_options(c: Arguments) -> str:
@@ -393,36 +435,6 @@ def check_offsets_on_host(c: Arguments) -> None:
         raise wrong("cu_seqlens_cpu", x.tolist()[:8], f"non-decreasing from 0 to at most T = {c.q.shape[1]}")
 
 
-def kda_problem(
-    c: Arguments, operation: str, gate: str, logits: bool, called: Mapping[str, str] | None = None, **others: Any
-) -> Made:
-    """Options that have the name of a setting are that setting; the others are worked out here."""
-    options, called = vars(c), called or {}
-    by_head(c, called.get("g", "g"))
-    split, context = options.get("split", "auto"), options.get("cp_context")
-    chunks = known_lengths(options.get("cu_seqlens_cpu"), options.get("chunk_size", 64), c.q)
-    settings = {f.name: options[f.name] for f in SETTINGS if f.name in options} | dict(
-        scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
-        gate=gate,
-        lower_bound=float(c.lower_bound) if gate == "lower_bound" else None,
-        # the softplus gate has no bound that a promise could mean
-        safe_gate=gate == "lower_bound" or (options.get("safe_gate", False) and gate != "softplus"),
-        beta_kind="value" if not logits else "double_logit" if c.allow_neg_eigval else "logit",
-        l2norm=bool(c.use_qk_l2norm_in_kernel),
-        state_v_first=bool(c.state_v_first),
-        output_final_state=options.get("output_final_state", False) or options.get("final_state") is not None,
-        checkpoint_every=options.get("checkpoint_every") or 0,
-        split=AUTO if split == "auto" else 1 if split is False else split,
-        longest_chunks=0 if chunks is None else chunks[0],
-        all_chunks=0 if chunks is None else chunks[1],
-    )
-    if context is not None and context.ranks > 1:
-        settings |= dict(process_group=context.name, rank=context.rank, ranks=context.ranks)
-        settings |= dict(exchange=context.exchange, relay=context.relay)
-    t = tensors_of(c, called)
-    return problem_of(t, operation=operation, **settings | others), t
-
-
 # ---- steps of decoding: recurrent_kda, commit ----------------------------------------------------------------------------
 
 DECODE_NAMES = {
@@ -431,10 +443,10 @@ DECODE_NAMES = {
     "source_pool": "initial_state_source",
     "source_indices": "initial_state_indices",
     "intermediate_indices": "intermediate_state_indices",
-    "initial_state": "",
+    "initial_state": "",  # all states lie in pools
     "out": "output",
 }
-"""FlashInfer's names of roles, where they differ. No role has the states of one call alone."""
+"""FlashInfer's names of roles, where they differ."""
 
 
 def validate_decode(c: Arguments) -> Made:
@@ -473,11 +485,18 @@ def validate_decode(c: Arguments) -> Made:
         c.sizes["width"] = record_width(c.sizes["K"], c.sizes["V"])
         check_intermediates(c, pool, f"rows 1+num_spec_tokens {state}", "rows 1+num_spec_tokens HV width")
         check_rows_of_sequences(c)
-    c.check("output", "B T HV V", wide(dtype), dtype, dense=1, written=True)
+    c.check("output", "B T HV V", wider(dtype), dtype, dense=1, written=True)
     c.refuse_gradients(NO_GRADIENTS["decode"])
-    final = c.output_final_state and c.initial_state is None
-    others = dict(spec_tokens=tokens - 1, output_final_state=final)
-    return kda_problem(c, "decode", gate, c.beta_is_logit, DECODE_NAMES, **others)
+    canonical(c)
+    t = c.by_role(StepTensors, DECODE_NAMES)
+    return step_problem(
+        t,
+        operation="decode",
+        **attention_settings(c, gate, c.beta_is_logit),
+        output_final_state=c.output_final_state and c.initial_state is None,
+        spec_tokens=tokens - 1,
+        update_state=c.update_state,
+    ), t
 
 
 def check_decode_options(c: Arguments) -> None:
@@ -561,24 +580,19 @@ def validate_commit(c: Arguments) -> Made:
         raise wrong("initial_state", shape_of(c.initial_state), "of states with elements")
     K, V = c.sizes["K"], c.sizes["V"]
     c.sizes["width"] = record_width(K, V)
-    if c.intermediate_states is None:
-        c.require("intermediate_states", f"rows tokens {state}")
+    check_tensor("intermediate_states", c.intermediate_states)
     if has_records(c.intermediate_states):  # copies of states may have any size
         check_head_dims(DECODE_HEAD_DIMS, K=(K, "initial_state"), V=(V, "initial_state"))
-    dtype = c.initial_state.dtype
-    shapes = f"rows tokens {state}", "rows tokens HV width"
-    records = has_records(c.intermediate_states)
-    kinds = (wide(dtype) if records else dtype,)
-    c.check("intermediate_states", shapes, *kinds, dense=3, written=records)  # a commit empties records
-    if not 1 <= c.sizes["tokens"] <= DECODE_TOKENS:
-        raise wrong("intermediate_states", shape_of(c.intermediate_states), f"of 1 to {DECODE_TOKENS} tokens per row")
     c.require("ssm_state_indices", "N", *INTS)
     c.require("num_accepted_tokens", "N", *INTS)
-    c.check("intermediate_state_indices", "N", *INTS)
+    empties = has_records(c.intermediate_states)
+    check_intermediates(c, "initial_state", f"rows tokens {state}", "rows tokens HV width", written=empties)
+    if not 1 <= c.sizes["tokens"] <= DECODE_TOKENS:
+        raise wrong("intermediate_states", shape_of(c.intermediate_states), f"of 1 to {DECODE_TOKENS} tokens per row")
     c.refuse_gradients(NO_GRADIENTS["commit"])
-    t = tensors_of(c, DECODE_NAMES)
+    t = c.by_role(CommitTensors, DECODE_NAMES)
     settings = dict(null_index=c.null_index, state_v_first=c.state_v_first, spec_tokens=c.sizes["tokens"] - 1)
-    return problem_of(t, operation="commit", scale=1.0, **settings), t
+    return commit_problem(t, operation="commit", **settings), t
 
 
 # ---- kda_prefill ----------------------------------------------------------------------------------------------------------
@@ -599,17 +613,18 @@ def validate_prefill(c: Arguments) -> Made:
         sizes = ", ".join(map(str, PREFILL_SIZES))
         raise wrong(name, f"(K, V, C) = {(K, V, c.chunk_size)}", f"one of {sizes}")
     c.refuse_gradients(NO_GRADIENTS["prefill"])
-    return prefill_problem(c, tensors_of(c, {}))
+    return prefill_problem(c, {name: c.read(name) for name in c.tensors})
 
 
-def prefill_problem(c: Any, t: Tensors) -> Made:
+def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem, ChunkTensors]:
     """Makes every head of every batch row a batch row with one head: its chunks then lie one after another, as in
     `w [B, H, Nc, C, K]`."""
-    scale = t.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
-    settings = dict(scale=scale, gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=t.q.shape[1])
-    rows = (x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for x in (t.q, t.k, t.v, t.g, t.beta))
-    t = Tensors(*rows)
-    return problem_of(t, operation="prefill", state_v_first=True, split=1, **settings), t
+    q = tensors["q"]
+    scale = q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
+    settings = dict(scale=scale, gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=q.shape[1])
+    by_row = {name: x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for name, x in tensors.items()}
+    t = ChunkTensors(**by_row)
+    return chunk_problem(t, operation="prefill", state_v_first=True, split=1, **settings), t
 
 
 # ---- chunk_bwd_wy_dqkg ----------------------------------------------------------------------------------------------------
@@ -626,11 +641,11 @@ def validate_wy(c: Arguments) -> Made:
     c.require("v", "B T HV V", dtype)
     check_heads(c)
     c.require("v_new", "B T HV V", dtype)
-    c.require("g", "B T HV K", wide(dtype))
-    c.require("beta", "B T HV", wide(dtype), dtype)
-    c.require("A", f"B T HV {C}", wide(dtype), dtype)
-    c.require("h", f"B NT HV {state}", wide(dtype), dtype)
-    c.require("dh", f"B NT HV {state}", wide(dtype), dtype)
+    c.require("g", "B T HV K", wider(dtype))
+    c.require("beta", "B T HV", wider(dtype), dtype)
+    c.require("A", f"B T HV {C}", wider(dtype), dtype)
+    c.require("h", f"B NT HV {state}", wider(dtype), dtype)
+    c.require("dh", f"B NT HV {state}", wider(dtype), dtype)
     c.require("do", "B T HV V", dtype)
     c.require("dv", "B T HV V", dtype)
     check_offsets(c, "q")
@@ -640,9 +655,9 @@ def validate_wy(c: Arguments) -> Made:
     c.refuse_gradients(NO_GRADIENTS["wy"])
     scale = c.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
     gate = "cumulative_log2" if c.use_exp2 else "cumulative"
-    t = tensors_of(c, {})
+    t = c.by_role(WyTensors)
     settings = dict(scale=scale, gate=gate, chunk_size=C, state_v_first=c.state_v_first)
-    return problem_of(t, operation="wy", **settings), t
+    return wy_problem(t, operation="wy", **settings), t
 
 
 # ---- the layer around attention: gated_rms_norm, short_convolution ---------------------------------------------------------
@@ -658,9 +673,9 @@ def validate_norm(c: Arguments) -> Made:
         raise wrong("x", shape_of(c.x), f"of a last dimension from 1 to {MAX_NORM}")
     dtype = c.x.dtype
     c.require("z", rows, dtype, *((torch.bfloat16, torch.float16) if dtype == FLOAT32 else ()))
-    c.require("weight", "V", wide(dtype), dtype)
-    t = tensors_of(c, {})
-    return problem_of(t, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps)), t
+    c.require("weight", "V", wider(dtype), dtype)
+    t = c.by_role(NormTensors)
+    return norm_problem(t, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps)), t
 
 
 def validate_convolution(c: Arguments) -> Made:
@@ -674,11 +689,11 @@ def validate_convolution(c: Arguments) -> Made:
     if c.sizes["D"] == 0:
         raise wrong("x", shape_of(c.x), "of at least one channel")
     check_offsets(c, "x")
-    c.require("weight", ("D W", "D 1 W"), wide(dtype), dtype)
+    c.require("weight", ("D W", "D 1 W"), wider(dtype), dtype)
     check_taps(c)
-    c.check("bias", "D", wide(dtype), dtype)
-    check_states(c, "D L", wide(dtype), dtype)
-    check_checkpoints(c, "D L", wide(dtype), dtype)
+    c.check("bias", "D", wider(dtype), dtype)
+    check_states(c, "D L", wider(dtype), dtype)
+    check_checkpoints(c, "D L", wider(dtype), dtype)
     W = c.sizes["W"]
     if c.sizes.get("L", W) not in (W - 1, W):
         name = next(x for x in ("initial_state", "state_pool", "checkpoint_states", "final_state") if x in c.tensors)
@@ -687,8 +702,8 @@ def validate_convolution(c: Arguments) -> Made:
     c.check("out", "B T D", dtype, dense=1, written=True)
     check_gradients(c)
     by_sequence(c)
-    t = tensors_of(c, {})
-    return problem_of(
+    t = c.by_role(ConvolutionTensors)
+    return convolution_problem(
         t,
         operation="short_convolution",
         activation="none" if c.activation is None else c.activation,
@@ -712,9 +727,8 @@ FUSED_NAMES = {
     "z": "output_gate",
     "out": "output",
     "intermediate_indices": "intermediate_state_indices",
-    "x": "",
 }
-"""FlashInfer's and vLLM's names of roles, where they differ. The rows x are q, k and v side by side, which are the roles."""
+"""FlashInfer's and vLLM's names of roles, where they differ."""
 
 
 def validate_fused_decode(c: Arguments) -> Made:
@@ -756,13 +770,16 @@ def validate_fused_decode(c: Arguments) -> Made:
     c.require("norm_weight", "V", FLOAT32, dtype)
     c.sizes["width"] = record_width(c.sizes["K"], c.sizes["V"])
     check_intermediates(c, "state", "rows 1+num_spec_tokens HV width")
-    c.check("output", "B T HV V", wide(dtype), dtype, dense=1, written=True)
+    c.check("output", "B T HV V", wider(dtype), dtype, dense=1, written=True)
     c.refuse_gradients(NO_GRADIENTS["fused_decode"])
     # `[parts, channels, W]`: one part, or three side by side
     parts = c.weight.shape[0] == 3 and c.weight.shape[1] != 1
     c.weight = c.weight.mT if parts else c.weight.reshape(1, D, c.sizes["W"])
-    settings = dict(spec_tokens=spec, update_state=not replayed, eps=float(c.norm_eps))
-    return kda_problem(c, "fused_decode", gate, c.beta_is_logit, FUSED_NAMES, **settings)
+    canonical(c, "raw_g")
+    t = c.by_role(FusedTensors, FUSED_NAMES)
+    settings = attention_settings(c, gate, c.beta_is_logit)
+    others = dict(spec_tokens=spec, update_state=not replayed, eps=float(c.norm_eps))
+    return step_problem(t, operation="fused_decode", **settings, **others), t
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------------

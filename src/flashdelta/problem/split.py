@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .problem import AUTO, Problem
+from .problem import AUTO, ChunkProblem
 
 Whole = Any
 """An int, or a tensor of them."""
@@ -99,12 +99,12 @@ NO_COSTS = SplitCosts(step=1, transition=1, compose=1, fixed=1)
 """Where splits were not measured. Only a forced one is done there, which weighs nothing."""
 
 
-def splits(problem: Problem, costs: SplitCosts) -> bool:
+def splits(problem: ChunkProblem, costs: SplitCosts) -> bool:
     """Whether sequences of the call may be split."""
     return problem.split > 1 or (problem.split == AUTO and costs is not NO_COSTS)
 
 
-def planned_parts(problem: Problem, chunks: torch.Tensor, room: int, costs: SplitCosts) -> torch.Tensor:
+def planned_parts(problem: ChunkProblem, chunks: torch.Tensor, room: int, costs: SplitCosts) -> torch.Tensor:
     """`parts_of_sequences` of a call."""
     if not splits(problem, costs):
         return torch.ones_like(chunks)
@@ -166,7 +166,7 @@ def walk(offsets: list[int], chunk_size: int) -> tuple[int, tuple[int, int] | No
     return offsets[-1], (1 << (longest - 1).bit_length(), 1 << sum(chunks).bit_length() - 1)
 
 
-def segments_of_call(problem: Problem, room: int, costs: SplitCosts) -> int:
+def segments_of_call(problem: ChunkProblem, room: int, costs: SplitCosts) -> int:
     """A bound on the segments of a call that may be split, 0 for one that is not. Without lengths on the host: if one sequence
     had all the tokens of a packed batch, and still were not split, no other batch of as many tokens is."""
     if not splits(problem, costs) or problem.N == 0:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..problem.split import NO_COSTS, planned_parts
 from . import parallel
 from .gate import elementwise_inputs
@@ -120,19 +120,20 @@ def segment_starts(
     """The state `[1, HV, K, V]` before each segment that has chunks, by its first chunk slot."""
     segments = cut(slots.opening, slots.chunks, parts)
     runs = [slice(*run) for run in zip(segments.first.tolist(), segments.stop.tolist())]
-    none = identity(*initial.shape[1:], v)
+    HV, K, V = initial.shape[1:]
+    none = identity(HV, K, V, v)
     transitions = [segment_transition(prepared[run], v[run]) if run.stop > run.start else none for run in runs]
     states = starts(segments, transitions, initial)
     return {run.start: state[None] for run, state in zip(runs, states) if run.stop > run.start}
 
 
 def before_rank(
-    problem: Problem, t: Tensors, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
+    problem: ChunkProblem, t: ChunkTensors, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
 ) -> torch.Tensor:
     """The initial states, with those that come from the ranks before."""
     transitions, known = [], parallel.started_here(problem, t, initial)
     for n in parallel.outgoing(problem, t):
-        run = identity(*initial.shape[1:], v)
+        run = identity(problem.HV, problem.K, problem.V, v)
         if prepared:
             slots = chunk_slots(problem, t)
             first = int(slots.opening[n])
@@ -144,7 +145,7 @@ def before_rank(
 
 
 def chunk_kda(
-    problem: Problem, t: Tensors, parts: torch.Tensor | None = None
+    problem: ChunkProblem, t: ChunkTensors, parts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
     states go there, and the states at checkpoints there or to a buffer of their own. `parts [N]`: how many segments each
@@ -153,7 +154,7 @@ def chunk_kda(
     cuts = problem.packed or problem.checkpoints > 0 or problem.split > 1 or parts is not None
     cuts = cuts or problem.ranks > 1
     slots = chunk_slots(problem, t) if cuts and not empty else None
-    if problem.split > 1 and not empty:
+    if problem.split > 1 and slots is not None:
         parts = planned_parts(problem, slots.chunks, 1, NO_COSTS)
     q, k, v, g, beta = elementwise_inputs(problem, t)
     initial = states_in(problem, t)
@@ -164,7 +165,7 @@ def chunk_kda(
         prepared = list(prepared)
         initial = before_rank(problem, t, prepared, v, initial)
     opened: dict[int, torch.Tensor] = {}
-    if parts is not None and not empty:
+    if parts is not None and slots is not None:
         prepared = list(prepared)
         opened = segment_starts(slots, parts, prepared, v, initial)
     before, after, outputs = [], [], []
@@ -186,7 +187,7 @@ def chunk_kda(
     if slots is not None and (problem.stores_final_state or problem.checkpoints > 0):
         states = torch.stack(after)[:, 0]
         last = states[slots.last]
-        if problem.checkpoints > 0:
+        if t.checkpoint_indices is not None:
             reached = states[slots.reached].flatten(0, 1)
             store_checkpoints(problem, t, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
     if problem.checkpoint_every > 0 and not empty:
@@ -204,7 +205,9 @@ def chunk_kda(
     return o, final, h
 
 
-def regular_checkpoints(problem: Problem, t: Tensors, slots: ChunkSlots | None) -> tuple[torch.Tensor, torch.Tensor]:
+def regular_checkpoints(
+    problem: ChunkProblem, t: ChunkTensors, slots: ChunkSlots | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every chunk slot, and batch row: the row of `checkpoint_states` for the state before its chunk, and whether it goes
     there. A sequence's rows lie one after another, and so do the sequences'."""
     each = problem.checkpoint_every // problem.chunk_size
@@ -219,7 +222,7 @@ def regular_checkpoints(problem: Problem, t: Tensors, slots: ChunkSlots | None) 
     return (first + chunk // each).flatten(), (used & (chunk % each == 0)).flatten()
 
 
-def from_chunks(o: torch.Tensor, problem: Problem, slots: ChunkSlots | None) -> torch.Tensor:
+def from_chunks(o: torch.Tensor, problem: ChunkProblem, slots: ChunkSlots | None) -> torch.Tensor:
     """`[S, B, HV, C, V] -> [B, T, HV, V]`, for any `V`; zeros for tokens of no sequence."""
     o = o.transpose(2, 3).transpose(0, 1)
     S, C = o.shape[1:3]
@@ -233,7 +236,7 @@ def from_chunks(o: torch.Tensor, problem: Problem, slots: ChunkSlots | None) -> 
     return flat.new_zeros(tokens + 1, problem.HV, V).index_copy(0, index, flat)[:tokens].view(shape)
 
 
-def intermediate_states(problem: Problem, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
+def intermediate_states(problem: ChunkProblem, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
     """The state before every chunk, `[S, B, HV, K, V] -> [B, NT, HV, K, V]`.
 
     Packed: `NT` is the bound `T // C + N (1 + M)`, the chunks of all sequences lie one after another without gaps, and the rows

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..problem.problem import Problem, Tensors, record_counts
+from ..problem.problem import CommitProblem, CommitTensors, PoolProblem, StepProblem, StepTensors, record_counts
 from .gate import elementwise_inputs
 from .sequences import few_tokens, offsets_of
 from .states import from_layout, gathered, named_slots, states_in, states_out, store, store_rows
@@ -31,10 +31,10 @@ class Starts:
     states: torch.Tensor
     live: torch.Tensor
     index: torch.Tensor
-    rule: Problem
+    rule: PoolProblem
 
 
-def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def decode_kda(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """`(o [B, T, HV, V], final_state or None, None)`; states go to the pool or to `intermediate_states`."""
     q, k, v, g, beta = (x.flatten(0, 1) for x in elementwise_inputs(problem, t))  # [B * T, ...]
     decay = g.exp()
@@ -63,17 +63,17 @@ def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor
     return _by_token(problem, t, begins, lengths, outputs).to(problem.output_dtype), final, None
 
 
-def own_slots(problem: Problem, t: Tensors) -> tuple[Problem, torch.Tensor]:
+def own_slots(problem: StepProblem, t: StepTensors) -> tuple[StepProblem, torch.Tensor]:
     """Slot `n` for sequence `n`, and a rule by which none of them is null."""
     return replace(problem, null_index="negative"), torch.arange(problem.N, device=t.v.device)
 
 
-def any_row(problem: Problem) -> Problem:
+def any_row(problem: PoolProblem) -> PoolProblem:
     """A rule by which rows of a scratch buffer are null only below 0."""
     return replace(problem, null_index="negative")
 
 
-def _starts(problem: Problem, t: Tensors) -> Starts:
+def _starts(problem: StepProblem, t: StepTensors) -> Starts:
     everywhere = torch.ones(problem.N, dtype=torch.bool, device=t.v.device)
     if t.source_pool is not None:
         pool, index = t.source_pool, t.source_indices
@@ -95,23 +95,26 @@ def _starts(problem: Problem, t: Tensors) -> Starts:
     return Starts(from_layout(problem, gathered(problem, pool, index, live)), live, index, problem)
 
 
-def _store_after(problem: Problem, t: Tensors, starts: Starts, i: int, inside: torch.Tensor, S: torch.Tensor) -> None:
+def _store_after(
+    problem: StepProblem, t: StepTensors, starts: Starts, i: int, inside: torch.Tensor, S: torch.Tensor
+) -> None:
     """Stores the states after the `i`-th token of the sequences that have one."""
-    if problem.update_state:
-        store(problem, t.state_pool, t.state_indices[:, i], inside, S)
-    else:
+    if t.intermediate_states is not None:
         rule, rows = _row(problem, t, starts)
-        store(rule, t.intermediate_states[:, i], rows, inside, S)
+        store_rows(rule, t.intermediate_states[:, i], rows, inside, states_out(problem, S, t.intermediate_states.dtype))
+    else:
+        assert t.state_indices is not None
+        store(problem, t.state_pool, t.state_indices[:, i], inside, S)
 
 
-def _row(problem: Problem, t: Tensors, starts: Starts) -> tuple[Problem, torch.Tensor]:
+def _row(problem: StepProblem, t: StepTensors, starts: Starts) -> tuple[PoolProblem, torch.Tensor]:
     """The rows of `intermediate_states`, and the rule by which they are null."""
     if t.intermediate_indices is not None:
         return any_row(problem), t.intermediate_indices
     return starts.rule, starts.index
 
 
-def _record_counts(problem: Problem, t: Tensors, starts: Starts, lengths: torch.Tensor) -> None:
+def _record_counts(problem: StepProblem, t: StepTensors, starts: Starts, lengths: torch.Tensor) -> None:
     """How many tokens of each sequence its row will hold."""
     counts = record_counts(problem, t.intermediate_states)
     values = lengths.to(counts.dtype)[:, None, None].expand(-1, *counts.shape[1:])
@@ -120,22 +123,23 @@ def _record_counts(problem: Problem, t: Tensors, starts: Starts, lengths: torch.
 
 
 def _record(
-    problem: Problem, t: Tensors, starts: Starts, i: int, inside: torch.Tensor, token: tuple[torch.Tensor, ...]
+    problem: StepProblem, t: StepTensors, starts: Starts, i: int, inside: torch.Tensor, token: tuple[torch.Tensor, ...]
 ) -> None:
     """Stores what the `i`-th token changes: `exp(g)`, `k` and `v_new`."""
+    assert t.intermediate_states is not None
     rule, rows = _row(problem, t, starts)
     for part, values in zip(record_parts(problem, t.intermediate_states[:, i]), token):
         store_rows(rule, part, rows, inside, values.to(part.dtype))
 
 
-def record_parts(problem: Problem, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def record_parts(problem: StepProblem | CommitProblem, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`exp(g)`, `k` and `v_new` of replay records `[.., record_width]`, as views."""
     sizes = [problem.K, problem.K, problem.V]
     return records[..., : sum(sizes)].split(sizes, dim=-1)
 
 
 def _by_token(
-    problem: Problem, t: Tensors, begins: torch.Tensor, lengths: torch.Tensor, outputs: list[torch.Tensor]
+    problem: StepProblem, t: StepTensors, begins: torch.Tensor, lengths: torch.Tensor, outputs: list[torch.Tensor]
 ) -> torch.Tensor:
     """`o [B, T, HV, V]` from the outputs of the sequences' first, second, ... tokens; zeros for tokens of none."""
     if not outputs:
@@ -148,7 +152,7 @@ def _by_token(
     return torch.where(covered[:, None, None], o, 0.0).view(t.v.shape)
 
 
-def commit(problem: Problem, t: Tensors) -> dict[str, torch.Tensor]:
+def commit(problem: CommitProblem, t: CommitTensors) -> dict[str, torch.Tensor]:
     """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state. Of a replay
     buffer that is the slot's state after the first `accepted_n` tokens recorded in the row, which is empty then."""
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()

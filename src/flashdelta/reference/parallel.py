@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 from ..parallel.border import FIRST_RANK, OPEN_IN, OPEN_OUT
 from ..parallel.exchange import exchange as exchange_packets
 from ..parallel.exchange import gather
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from .split import Transition
 
 
@@ -26,7 +26,7 @@ class _Gather(torch.autograd.Function):
     """Every rank's packet. A rank's gradient is the sum of what all ranks have for its packet."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, packet: Tensor, problem: Problem) -> Tensor:
+    def forward(ctx: FunctionCtx, packet: Tensor, problem: ChunkProblem) -> Tensor:
         ctx.problem = problem  # type: ignore[attr-defined]
         packets = packet.new_empty(problem.packet_shape)
         exchange_packets(packet.contiguous(), packets, problem.process_group, problem.exchange)
@@ -41,14 +41,14 @@ class _Gather(torch.autograd.Function):
         return grads[:, problem.rank].sum(0), None
 
 
-def outgoing(problem: Problem, t: Tensors) -> list[int]:
+def outgoing(problem: ChunkProblem, t: ChunkTensors) -> list[int]:
     """The local sequences that go on to the next rank."""
     assert t.border is not None
     first = int(t.border[OPEN_OUT])
     return [] if first < 0 else [*range(first, first + problem.packets)]
 
 
-def started_here(problem: Problem, t: Tensors, initial: Tensor) -> Tensor:
+def started_here(problem: ChunkProblem, t: ChunkTensors, initial: Tensor) -> Tensor:
     """The initial states of the sequences that start on this rank, zeros for others."""
     assert t.border is not None
     opened = int(t.border[OPEN_IN])
@@ -59,7 +59,7 @@ def started_here(problem: Problem, t: Tensors, initial: Tensor) -> Tensor:
     return torch.where(others.view(-1, 1, 1, 1), initial, 0)
 
 
-def exchange(problem: Problem, t: Tensors, transitions: Sequence[Transition], initial: Tensor) -> Tensor:
+def exchange(problem: ChunkProblem, t: ChunkTensors, transitions: Sequence[Transition], initial: Tensor) -> Tensor:
     """All packets, `Problem.packet_shape`; `transitions` are those of this rank's outgoing sequences."""
     columns = problem.packet_shape[3]
     rows = [torch.cat([one.M.mT, one.b.mT], dim=1)[:, -columns:] for one in transitions]
@@ -68,7 +68,7 @@ def exchange(problem: Problem, t: Tensors, transitions: Sequence[Transition], in
     return _Gather.apply(packet + nothing(t.v).to(packet.dtype), problem)
 
 
-def carried(problem: Problem, t: Tensors, packets: Tensor, initial: Tensor) -> Tensor:
+def carried(problem: ChunkProblem, t: ChunkTensors, packets: Tensor, initial: Tensor) -> Tensor:
     """The initial states `[N, HV, K, V]`, with what the ranks before leave for the sequences that go on here."""
     assert t.border is not None
     initial = initial + nothing(packets)

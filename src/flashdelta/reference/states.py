@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import AttentionProblem, AttentionTensors, ChunkProblem, ChunkTensors, CommitProblem
 from .gate import compute_dtype
 from .parallel import outgoing
 from .sequences import lengths_of
@@ -21,10 +21,11 @@ from .sequences import lengths_of
 class NullRule(Protocol):
     """Any problem of a call whose indices name slots."""
 
-    lowest_index: int
+    @property
+    def lowest_index(self) -> int: ...
 
 
-def states_in(problem: Problem, t: Tensors) -> torch.Tensor:
+def states_in(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     """The initial states as `[N, HV, K, V]` in the compute dtype; zeros where there are none."""
     dtype = compute_dtype(problem)
     state = t.initial_state
@@ -37,7 +38,7 @@ def states_in(problem: Problem, t: Tensors) -> torch.Tensor:
     return from_layout(problem, state)
 
 
-def gathered(problem: Problem, pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+def gathered(problem: NullRule, pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """`pool[index]` where `read`, zeros elsewhere; other slots are not looked at, whatever they hold."""
     if pool.shape[0] == 0:
         return pool.new_zeros((len(index), *pool.shape[1:]))
@@ -45,29 +46,29 @@ def gathered(problem: Problem, pool: torch.Tensor, index: torch.Tensor, read: to
     return torch.where(read.view(-1, *[1] * (pool.dim() - 1)), pool[slot], 0.0)
 
 
-def from_layout(problem: Problem, state: torch.Tensor) -> torch.Tensor:
+def from_layout(problem: AttentionProblem | CommitProblem, state: torch.Tensor) -> torch.Tensor:
     """States as the caller lays them out, as `[..., K, V]` in the compute dtype."""
     state = state.to(compute_dtype(problem))
     state = state.transpose(-1, -2) if problem.state_v_first else state
     return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 
 
-def states_out(problem: Problem, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def states_out(problem: AttentionProblem | CommitProblem, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A state `[..., K, V]` in the caller's layout and `dtype`, in memory of its own."""
     state = state.transpose(-1, -2) if problem.state_v_first else state
     return state.to(dtype, copy=True).contiguous()
 
 
-def store_final(problem: Problem, t: Tensors, final: torch.Tensor) -> None:
+def store_final(problem: AttentionProblem, t: AttentionTensors, final: torch.Tensor) -> None:
     """The final states `[N, HV, K, V]` to the sequences' slots of the pool, on the rank where they end."""
     stored = lengths_of(problem, t) > 0
-    if problem.ranks > 1:
+    if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.ranks > 1:
         stored[outgoing(problem, t)] = False
     store(problem, t.state_pool, t.state_indices, stored, final)
 
 
 def store_checkpoints(
-    problem: Problem, t: Tensors, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor
+    problem: AttentionProblem, t: AttentionTensors, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor
 ) -> None:
     """The states `[M, HV, K, V]` to the slots `index [M]` of the pool, where `stored`; or to rows of a buffer of their own,
     which are null only below 0."""
@@ -85,7 +86,11 @@ def named_slots(problem: NullRule, index: torch.Tensor, pool: torch.Tensor) -> t
 
 
 def store(
-    problem: Problem, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor
+    problem: AttentionProblem | CommitProblem,
+    pool: torch.Tensor,
+    index: torch.Tensor,
+    stored: torch.Tensor,
+    states: torch.Tensor,
 ) -> None:
     """Writes the states `[M, HV, K, V]` in the caller's layout and dtype to `pool[index]` where `stored`."""
     store_rows(problem, pool, index, stored, states_out(problem, states, pool.dtype))

@@ -17,7 +17,7 @@ from ..parallel.checks import broadcast_errors, check_call_of_ranks
 from ..problem.arguments import is_plain, is_wrapped, refuse_transforms
 from ..problem.errors import wrong
 from ..problem.operations import Operation
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, Problem, Tensors
 from ..problem.split import known_lengths
 from ..program.cache import Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
@@ -84,7 +84,7 @@ class Call:
         tracing = torch.compiler.is_compiling()
         inside = not tracing and is_transformed()
         if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
-            if problem.ranks > 1:
+            if isinstance(problem, ChunkProblem) and problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
             return backend.build(problem, t).run()  # the reference: plain PyTorch, which every transform takes
         if tracing or not all(map(is_plain, t.present().values())):
@@ -94,7 +94,7 @@ class Call:
                 count_writes(tensors, self.writes(given))
             return found
         if problem.requires_grad:
-            differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
+            differentiable = autograd.Differentiable(problem, type(t), backend, CACHE, self.tensors, key is not None)
             CACHE.keep(key, differentiable)
             if key is not None:  # as a repeated call, so that both have the same backward pass
                 return differentiable.run(tensors, [])
@@ -170,7 +170,7 @@ class Call:
         context = given.get("cp_context")
         with broadcast_errors(context, given.get("group")):
             problem, t, backend = self.check(given)
-        if problem.ranks > 1:
+        if isinstance(problem, ChunkProblem) and problem.ranks > 1:
             check_call_of_ranks(context, problem, backend.name)
         return problem, t, backend
 
@@ -213,11 +213,11 @@ def public_call(op: Callable[..., Any]) -> Call:
     if not callable(op) or op not in CALLS:
         places = ((f, "kernels." if call.kind == "wy" else "") for f, call in CALLS.items())
         names = ", ".join(f"flashdelta.{place}{function.__name__}" for function, place in places)
-        raise ValueError(f"op: got {op!r}, which is no operator, wanted one of {names}")
+        raise ValueError(f"op must be one of {names}; got {op!r}, which is no operator")
     return CALLS[op]
 
 
-def check(op: Callable[..., Any], /, *arguments: object, **named: object) -> tuple[Problem, Tensors]:
-    """Validates a public function's arguments, and runs nothing."""
+def check(op: Callable[..., Any], /, *arguments: object, **named: object) -> tuple[Any, Any]:
+    """Validates a public function's arguments, and runs nothing: the problem and the tensors, of the operation's family."""
     call = public_call(op)
     return call.operation.check(call.bind(arguments, named))

@@ -147,7 +147,9 @@ def warmup(
             offsets = torch.tensor([0, *[T] * N], dtype=cu_seqlens_dtype, device=device) if is_packed else None
             states = _states(kind, is_pool, way, buffer, state, index)
             if buffer != "none":
-                states["checkpoint_states"] = make(B * -(-T // CHECKPOINT_INTERVAL), *state.shape[1:], dtype=checkpoint_dtype)
+                states["checkpoint_states"] = make(
+                    B * -(-T // CHECKPOINT_INTERVAL), *state.shape[1:], dtype=checkpoint_dtype
+                )
             for own in _invariances((B, T, H, N)):
                 call(B, T, H, K, V, **states, **own, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
@@ -190,14 +192,14 @@ def _kind(op: Callable) -> str:
     kind = public_call(op).operation.name
     if kind not in ("chunk", "recurrent", "decode", "fused_decode"):
         wanted = "chunk_kda, fused_recurrent_kda, recurrent_kda or fused_kda_decode"
-        raise ValueError(f"op: got {op.__name__}, wanted {wanted}")
+        raise ValueError(f"op must be {wanted}; got {op.__name__}")
     return kind
 
 
 def _check_dtypes(**dtypes: object) -> None:
     for name, x in dtypes.items():
         if not isinstance(x, torch.dtype):
-            raise TypeError(f"{name}: got {x!r}, wanted a torch.dtype")
+            raise TypeError(f"{name} must be a torch.dtype; got {x!r}")
 
 
 def _combinations(**flags: Iterable[bool]) -> list[tuple[bool, ...]]:
@@ -206,7 +208,7 @@ def _combinations(**flags: Iterable[bool]) -> list[tuple[bool, ...]]:
     for name, values in flags.items():
         found.append(list(values) if isinstance(values, Iterable) else [])
         if not found[-1] or not all(isinstance(x, bool) for x in found[-1]):
-            raise TypeError(f"{name}: got {values!r}, wanted the values it may take, such as (False, True)")
+            raise TypeError(f"{name} must be the values it may take, such as (False, True); got {values!r}")
     return list(itertools.product(*found))
 
 
@@ -214,7 +216,7 @@ def _pairs(head_dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     found = list(head_dims) if isinstance(head_dims, Iterable) else []
     fits = (isinstance(x, (tuple, list)) and len(x) == 2 and all(isinstance(n, int) for n in x) for x in found)
     if not found or not all(fits):
-        raise TypeError(f"head_dims: got {head_dims!r}, wanted pairs (K, V), such as [(128, 128)]")
+        raise TypeError(f"head_dims must be pairs (K, V), such as [(128, 128)]; got {head_dims!r}")
     return found
 
 

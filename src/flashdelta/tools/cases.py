@@ -6,6 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ class Case:
 
 
 EDGES = (1, 15, 16, 17, 63, 64, 65, 127, 131, 0)
-EMPTY = {"lengths": (0, 0, 70, 0, 33, 0), "gate": "softplus", "state": True}
-SAME_KEYS = {"T": 200, "beta": "value", "gate": "none", "hard": "same_keys", "ill_conditioned": True}
+EMPTY: dict[str, Any] = {"lengths": (0, 0, 70, 0, 33, 0), "gate": "softplus", "state": True}
+SAME_KEYS: dict[str, Any] = {"T": 200, "beta": "value", "gate": "none", "hard": "same_keys", "ill_conditioned": True}
 
 VERIFY: dict[torch.dtype, list[Case]] = {
     BF16: [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..parallel.exchange import Exchange
 from ..parallel.merge import carried_gradients, room_for_packets, told_gradients
-from ..problem.problem import Problem, Result, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors, Result
 from ..program.launch import Launch
 from ..program.program import Outputs, Program, Step
 from ..program.workspace import Layout, Workspace, new
@@ -77,15 +77,17 @@ class Stages:
     `wy(x, parts, grad_v)` and `intra(parts, heads)`.
     """
 
-    problem: Problem
-    t: Tensors
+    problem: ChunkProblem
+    t: ChunkTensors
     copies: Sequence[Launch]
     layout: Layout
     arch: int
     squares: tuple[int, ...]
     squares_dtype: torch.dtype
     scan: Callable[[Kept, Tensor | None, Tensor | None], Sequence[Step]]
-    reverse: Callable[[Problem, Tensors, Kept, Scanned | None, Tensor | None, Tensor | None, Tensor | None], Launch]
+    reverse: Callable[
+        [ChunkProblem, ChunkTensors, Kept, Scanned | None, Tensor | None, Tensor | None, Tensor | None], Launch
+    ]
     wy: Callable[[WyOperands, Parts, Tensor], Launch]
     intra: Callable[[Parts, ByHead], Launch]
 
@@ -190,7 +192,7 @@ def gradients_of_ranks(
     assert kept.packets is not None
     grads = new(problem.state_shape, torch.float32, t.device)
 
-    def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
+    def reverse(problem: ChunkProblem, t: ChunkTensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
         return stages.reverse(problem, t, replace(kept, whole=True), None, dht, dh0, None)
 
     call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)

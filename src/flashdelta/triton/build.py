@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ..parallel.merge import around_recurrence
-from ..problem.problem import BACKWARD, Problem, Tensors
+from ..problem.problem import BACKWARD, ChunkProblem, ChunkTensors, Problem, StepProblem, StepTensors, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability, sm_count
 from ..program.program import Outputs, Program, Step
@@ -30,16 +30,17 @@ from .wy import wy_dqkg
 def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     """The program, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
-    if problem.operation == "chunk" + BACKWARD:
-        return gradients.backward(problem, t, arch)
-    if problem.keeps:
-        return gradients.forward(problem, t, arch)
+    if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors):
+        if problem.operation == "chunk" + BACKWARD:
+            return gradients.backward(problem, t, arch)
+        if problem.keeps:
+            return gradients.forward(problem, t, arch)
     outputs = Outputs(t.device) if problem.operation.endswith(BACKWARD) else Outputs.of(problem, t)
     t, copies = prepare_inputs(problem, t)
     return Program(outputs, LAUNCHES[problem.operation](problem, t, arch, outputs), copies)
 
 
-def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
+def chunk(problem: ChunkProblem, t: ChunkTensors, arch: int, outputs: Outputs) -> list[Step]:
     most = room(problem, arch, sm_count(t.device))
     wanted = layout(problem, segments_of_call(problem, most, SPLIT_COSTS))
     workspace = Workspace.allocate(wanted, t.device, lasting_segments(problem, wanted, outputs))
@@ -52,7 +53,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     return [prepared, *carried, *split, recurrence(call, o, final_state, h), *stored]
 
 
-def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def prefill(problem: ChunkProblem, t: ChunkTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Without `u` among the outputs those of `chunk_kda`, but that `w` lies in one; with it `output` is a stage of its own."""
     o, w, u, final_state = outputs["o"].view(t.v.shape), outputs["w"], outputs.get("u"), outputs.get("final_state")
     call = StageCall(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.device, {"w": w}))
@@ -62,7 +63,7 @@ def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[L
     return [prepare(call, u=u), states, output(call, o)]
 
 
-def prefill_layout(problem: Problem, values: bool) -> Layout:
+def prefill_layout(problem: ChunkProblem, values: bool) -> Layout:
     """That of `chunk_kda`, whose `w` is a result. With `values`, `u` is one too: it takes the place of `Akk_inv`, and
     `output` reads the state before each chunk."""
     tiles = layout(problem)
@@ -72,12 +73,12 @@ def prefill_layout(problem: Problem, values: bool) -> Layout:
     return tiles
 
 
-def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def tokens_of_pool(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token, or into a replay buffer all at once."""
     return (verify if problem.has_records else decode)(problem, t, arch, outputs)
 
 
-LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Iterable[Step]]] = {
+LAUNCHES: dict[str, Callable[..., Iterable[Step]]] = {
     "chunk": chunk,
     "recurrent": decode,
     "decode": tokens_of_pool,

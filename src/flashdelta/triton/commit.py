@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import RECORD_COUNTS, Problem, Tensors
+from ..problem.problem import RECORD_COUNTS, CommitProblem, CommitTensors
 from ..program.launch import Launch
 from ..program.program import Outputs
 from .device.records import COUNTS, load_record, record_counts, record_width
@@ -116,13 +116,13 @@ class ReplayConfig:
     num_warps: int
 
 
-def replay_config(problem: Problem) -> ReplayConfig:
+def replay_config(problem: CommitProblem) -> ReplayConfig:
     """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 32 registers a thread twice."""
     BV = max(-(-problem.V // RECORD_COUNTS), min(problem.V, 4096 // problem.K))
     return ReplayConfig(BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
 
 
-def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def commit(problem: CommitProblem, t: CommitTensors, arch: int, outputs: Outputs) -> list[Launch]:
     assert t.state_pool is not None and t.intermediate_states is not None
     tensors = (t.state_pool, t.intermediate_states, t.state_indices, t.intermediate_indices, t.num_accepted_tokens)
     limits = (problem.lowest_index, problem.pool_slots, problem.rows, problem.most_tokens)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import Problem, Result, Tensors
+from ..problem.problem import ConvolutionProblem, ConvolutionTensors, Result
 from ..program.launch import Launch, sm_count
 from ..program.program import Outputs
 from ..program.workspace import new
@@ -512,7 +512,7 @@ class Form:
     max_registers: int
     ctas: int
 
-    def channels(self, problem: Problem) -> int:
+    def channels(self, problem: ConvolutionProblem) -> int:
         """Of a warp whose threads all have channels of their own."""
         return 32 * self.bytes // problem.dtype.itemsize
 
@@ -532,7 +532,7 @@ MOST_AT_ONCE = 256
 
 
 def convolution_config(
-    problem: Problem, device: torch.device, backward: bool = False, form: Form | None = None
+    problem: ConvolutionProblem, device: torch.device, backward: bool = False, form: Form | None = None
 ) -> ConvolutionConfig:
     """Of the backward pass tiles as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group at most."""
     whole = triton.next_power_of_2(problem.D)
@@ -556,7 +556,7 @@ def convolution_config(
     return ConvolutionConfig(BT, BD, form.warps, form.ahead, form.max_registers, groups)
 
 
-def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionConfig | None:
+def one_tile(problem: ConvolutionProblem, device: torch.device, form: Form) -> ConvolutionConfig | None:
     """A tile with all tokens, which leaves no sums to add, if blocks of some channels fill one wave."""
     wave, most = sm_count(device) * form.ctas, form.warps * form.channels(problem)
     BD = triton.next_power_of_2(-(-problem.D // wave))
@@ -569,7 +569,7 @@ def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionC
     return ConvolutionConfig(max(1, problem.T), BD, form.warps, form.ahead, form.max_registers, groups)
 
 
-def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
+def token_tiles(problem: ConvolutionProblem, c: ConvolutionConfig) -> tuple[int, int]:
     """Tiles of a batch row and of all. A sequence without tokens has one."""
     if problem.packed:
         one = problem.T // c.BT + problem.N
@@ -578,12 +578,14 @@ def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
     return one, problem.B * one
 
 
-def constants(problem: Problem, c: ConvolutionConfig, overlaps: bool, **of_backward: object) -> dict[str, object]:
+def constants(
+    problem: ConvolutionProblem, c: ConvolutionConfig, overlaps: bool, **of_backward: object
+) -> dict[str, object]:
     sizes = {"W": problem.taps, "L": problem.state_length, "BD": c.BD, **of_backward, "AHEAD": c.ahead}
     return {**sizes, "SILU": problem.activation == "silu", "OVERLAP": overlaps}
 
 
-def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def short_convolution(problem: ConvolutionProblem, t: ConvolutionTensors, arch: int, outputs: Outputs) -> list[Launch]:
     o, final = outputs["o"], outputs.get("final_state")
     absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
     initial = t.initial_state if t.state_pool is None else t.state_pool
@@ -611,7 +613,9 @@ def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs)
     ]
 
 
-def checkpoint_launches(problem: Problem, t: Tensors, initial: Tensor, c: ConvolutionConfig) -> Iterator[Launch]:
+def checkpoint_launches(
+    problem: ConvolutionProblem, t: ConvolutionTensors, initial: Tensor, c: ConvolutionConfig
+) -> Iterator[Launch]:
     if t.checkpoint_states is None:
         return
     every, buffer = problem.checkpoint_every, t.checkpoint_states
@@ -639,8 +643,9 @@ def checkpoint_launches(problem: Problem, t: Tensors, initial: Tensor, c: Convol
     )
 
 
-def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
+def backward(problem: ConvolutionProblem, t: ConvolutionTensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
+    assert t.do is not None
     c = convolution_config(problem, t.device, backward=True)
     one, tiles = token_tiles(problem, c)
     absent = t.x.new_empty(0, dtype=problem.state_dtype)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import StepProblem, StepTensors
 from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from .device.gates import beta_of, decay_rate, head_bias, log2_decay
@@ -289,7 +289,7 @@ DECODE_FEW = 256
 """Pairs of sequence and value head up to which `decode` of one token a sequence counts as few."""
 
 
-def decode_config(problem: Problem, capability: int) -> DecodeConfig:
+def decode_config(problem: StepProblem, capability: int) -> DecodeConfig:
     """By kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of the copy
     rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
     whole sectors: 64 channels where there are many CTAs. docs/log/tuning.md has all that was tried.
@@ -305,12 +305,12 @@ def decode_config(problem: Problem, capability: int) -> DecodeConfig:
     return DecodeConfig(BV=min(64, _channels(problem, 8192)), num_warps=4, stream=not wide)
 
 
-def _channels(problem: Problem, elements: int) -> int:
+def _channels(problem: StepProblem, elements: int) -> int:
     """Value channels of a tile of `elements` elements."""
     return min(problem.V, max(1, elements // problem.K))
 
 
-def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
     o = outputs["o"]
     c = decode_config(problem, arch)
@@ -342,7 +342,7 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     return [launch]
 
 
-def step_arguments(problem: Problem, t: Tensors, states: DecodeStates, o: Tensor) -> tuple:
+def step_arguments(problem: StepProblem, t: StepTensors, states: DecodeStates, o: Tensor) -> tuple:
     """What every kernel over tokens of a pool's sequences takes."""
     return (
         *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
@@ -367,7 +367,7 @@ class DecodeStates:
     has_final: bool
     two_pools: bool
 
-    def arguments(self, problem: Problem, t: Tensors) -> tuple:
+    def arguments(self, problem: StepProblem, t: StepTensors) -> tuple:
         """As the kernel takes them."""
         content = problem.HV * problem.K * problem.V
         pitches = [x.stride(0) if x.dim() > 3 else content for x in (self.initial, self.final)]
@@ -381,7 +381,7 @@ class DecodeStates:
         )
 
 
-def decode_states(problem: Problem, t: Tensors, final_state: Tensor | None) -> DecodeStates:
+def decode_states(problem: StepProblem, t: StepTensors, final_state: Tensor | None) -> DecodeStates:
     two_pools = t.source_pool is not None and problem.update_state
     initial, starts = t.state_pool, t.state_indices
     if t.source_pool is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.merge import carried_states
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..problem.split import segments_of_call
 from ..program.launch import sm_count
 from ..program.program import Program, Step
@@ -23,15 +23,15 @@ from .segments import SPLIT_COSTS, before_segments, outgoing, room
 from .wy import wy
 
 
-def forward(problem: Problem, t: Tensors, arch: int) -> Program:
+def forward(problem: ChunkProblem, t: ChunkTensors, arch: int) -> Program:
     return backward_pass.forward(stages_of(problem, t, arch))
 
 
-def backward(problem: Problem, t: Tensors, arch: int) -> Program:
+def backward(problem: ChunkProblem, t: ChunkTensors, arch: int) -> Program:
     return backward_pass.backward(stages_of(problem, t, arch))
 
 
-def stages_of(problem: Problem, t: Tensors, arch: int) -> Stages:
+def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int) -> Stages:
     t, copies = prepare_inputs(problem, t)
     most = room(problem, arch, sm_count(t.device))
     return Stages(
@@ -50,7 +50,13 @@ def stages_of(problem: Problem, t: Tensors, arch: int) -> Stages:
 
 
 def scan(
-    problem: Problem, t: Tensors, arch: int, room: int, kept: Kept, o: Tensor | None, final_state: Tensor | None
+    problem: ChunkProblem,
+    t: ChunkTensors,
+    arch: int,
+    room: int,
+    kept: Kept,
+    o: Tensor | None,
+    final_state: Tensor | None,
 ) -> list[Step]:
     call = StageCall(problem, t, arch, kept.workspace, kept.beside)
     prepared, carried, told = prepare(call, kept.Akk_inv), list[Step](), list[Step]()

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..program.launch import Launch, strides
 from .device.decays import chunk_decays, sums
 from .device.gates import beta_gradient, beta_of, decay_rate, gate_gradient
@@ -219,12 +219,12 @@ class IntraConfig:
     num_warps: int
 
 
-def intra_config(problem: Problem, capability: int) -> IntraConfig:
+def intra_config(problem: ChunkProblem, capability: int) -> IntraConfig:
     """As `wy_config`."""
     return IntraConfig(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
 
 
-def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
+def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
     c = intra_config(problem, arch)
     return Launch(
         intra_kernel,

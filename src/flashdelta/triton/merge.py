@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..program.launch import Launch
 from .device.mma import dot
 from .device.sequences import crossing_packet, locate_sequence, own_work_tile
@@ -147,7 +147,7 @@ def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Te
     )
 
 
-def clear(problem: Problem, t: Tensors, grad_initial: Tensor) -> Launch:
+def clear(problem: ChunkProblem, t: ChunkTensors, grad_initial: Tensor) -> Launch:
     return Launch(
         clear_kernel,
         problem.packets * problem.HV if problem.N > 0 else 0,

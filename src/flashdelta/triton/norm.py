@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import Problem, Result, Tensors
+from ..problem.problem import NormProblem, NormTensors, Result
 from ..program.launch import Launch, sm_count
 from ..program.program import Outputs
 from ..program.workspace import new
@@ -155,7 +155,7 @@ class Form:
 FORWARD, BACKWARD = Form(2048, 8), Form(2048, 4, 3)
 
 
-def norm_config(problem: Problem, backward: bool = False, form: Form | None = None) -> NormConfig:
+def norm_config(problem: NormProblem, backward: bool = False, form: Form | None = None) -> NormConfig:
     form = form or (BACKWARD if backward else FORWARD)
     BV = max(16, triton.next_power_of_2(problem.V))
     return NormConfig(BV, max(1, form.elements // BV), max(form.warps, min(BV // 256, 16)), form.ctas)
@@ -172,7 +172,7 @@ def row_arguments(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def gated_rms_norm(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> list[Launch]:
     (x, sizes), (z, _) = row_layout(t.x), row_layout(t.z)
     c, rows, overlaps = norm_config(problem), x.shape[:3].numel(), arch >= 90
     return [
@@ -187,7 +187,7 @@ def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) ->
     ]
 
 
-def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
+def backward(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
     (x, sizes), (z, _), (do, _) = map(row_layout, (t.x, t.z, t.do))
     overlaps = arch >= 90

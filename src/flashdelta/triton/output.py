@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..problem.problem import Problem
+from ..problem.problem import ChunkProblem
 from ..program.launch import Launch, strides
 from .device.mma import dot
 from .device.sequences import own_chunk
@@ -63,7 +63,7 @@ class OutputConfig:
     stages: int
 
 
-def output_config(problem: Problem, capability: int) -> OutputConfig:
+def output_config(problem: ChunkProblem, capability: int) -> OutputConfig:
     """As above 131 us; 157 with 32 value channels, whose products are not wgmma's."""
     if capability == 90:
         return OutputConfig(BK=32, BV=min(64, problem.V), num_warps=4, stages=2)

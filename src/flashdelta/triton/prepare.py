@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..problem.problem import Problem
+from ..problem.problem import ChunkProblem
 from ..program.launch import Launch, strides
 from .device.decays import split_decay, sums
 from .device.gates import beta_of, decay_rate
@@ -346,12 +346,12 @@ class PrepareConfig:
     stages: int
 
 
-def bounded(problem: Problem) -> bool:
+def bounded(problem: ChunkProblem) -> bool:
     """Whether `prepare_bounded` runs, which spares `prepare`'s products by level. In float32 `prepare` is no slower."""
     return safe_blocks(problem) and problem.dtype == torch.bfloat16
 
 
-def prepare_config(problem: Problem, capability: int) -> PrepareConfig:
+def prepare_config(problem: ChunkProblem, capability: int) -> PrepareConfig:
     """Of `prepare`: 432 us in float32 at T4096 H32 on an H200, with slices of 32 channels 468."""
     if bounded(problem):
         return PrepareConfig(BK=16, num_warps=2, stages=3)

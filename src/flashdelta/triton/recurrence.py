@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..problem.problem import Problem
+from ..problem.problem import ChunkProblem
 from ..program.launch import Launch, strides
 from .device.mma import dot
 from .device.segments import part_of_span, place_segment, segment_of, span_chunks_before
@@ -248,7 +248,7 @@ class RecurrenceConfig:
     stages: int
 
 
-def recurrence_config(problem: Problem, capability: int) -> RecurrenceConfig:
+def recurrence_config(problem: ChunkProblem, capability: int) -> RecurrenceConfig:
     """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
 
     Wider slices and fewer warps than these spill: 16-bit slices of 64 channels need the register operands of wgmma. In float32
@@ -279,7 +279,7 @@ BV32_BYTES = 181_248
 """Bytes of shared memory that slices of 32 value channels need, at the most."""
 
 
-def states_config(problem: Problem, capability: int, precision: str) -> RecurrenceConfig:
+def states_config(problem: ChunkProblem, capability: int, precision: str) -> RecurrenceConfig:
     """Of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32 value channels
     take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as many CTAs.
     With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones spill."""
@@ -292,7 +292,7 @@ def states_config(problem: Problem, capability: int, precision: str) -> Recurren
     return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=1 + min(buffers, SHARED_MEMORY[capability] // stage))
 
 
-def scan_constants(problem: Problem, c: RecurrenceConfig, BV: int) -> dict[str, object]:
+def scan_constants(problem: ChunkProblem, c: RecurrenceConfig, BV: int) -> dict[str, object]:
     """Of the kernels that scan a sequence's chunks, with slices of `BV` columns."""
     return dict(
         C=problem.chunk_size,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..program.launch import Launch, strides
 from .backward_pass import Kept, Scanned
 from .device.segments import place_segment, segment_of
@@ -129,8 +129,8 @@ def reverse_scratch(kept: Kept, scanned: Scanned | None, *states: Tensor | None)
 
 
 def reverse(
-    problem: Problem,
-    t: Tensors,
+    problem: ChunkProblem,
+    t: ChunkTensors,
     kept: Kept,
     scanned: Scanned | None,
     dht: Tensor | None,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..problem.split import SplitCosts
 from ..program.launch import Launch, strides
 from ..program.program import Outputs
@@ -299,7 +299,7 @@ class ComposeConfig:
     stages: int
 
 
-def compose_config(problem: Problem, capability: int) -> ComposeConfig:
+def compose_config(problem: ChunkProblem, capability: int) -> ComposeConfig:
     """At K = V = 128 a step takes 2.3 us on an H200; 2.6 with 2 stages, 4.0 with slices of 32 channels, 5.8 by `BK` = 64."""
     if problem.K > 128:
         return ComposeConfig(BV=min(32, problem.V), BK=64, num_warps=4, stages=1)
@@ -307,12 +307,12 @@ def compose_config(problem: Problem, capability: int) -> ComposeConfig:
     return ComposeConfig(BV=min(16, problem.V), BK=problem.K, num_warps=8, stages=stages)
 
 
-def room(problem: Problem, capability: int, sms: int) -> int:
+def room(problem: ChunkProblem, capability: int, sms: int) -> int:
     """Segment transitions that are formed at the same time, one CTA an SM."""
     return sms // (problem.HV * ((problem.K + problem.V) // transitions_width(problem, capability)))
 
 
-def transitions_width(problem: Problem, capability: int) -> int:
+def transitions_width(problem: ChunkProblem, capability: int) -> int:
     """Columns of a transition that a CTA forms."""
     return min(recurrence_config(problem, capability).BV, problem.K)
 
@@ -401,7 +401,7 @@ LASTING = ("transitions", "starts", "first_segment")
 """What the backward pass needs of a split."""
 
 
-def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs) -> dict[str, Tensor]:
+def lasting_segments(problem: ChunkProblem, layout: Layout, outputs: Outputs) -> dict[str, Tensor]:
     """Room for these, which a forward with gradients leaves for its backward pass if they take no more memory than `v`."""
     kept = {name: layout[name] for name in LASTING if name in layout}
     values = problem.B * problem.T * problem.HV * problem.V * problem.dtype.itemsize
@@ -412,7 +412,7 @@ def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs) -> dict
     return segments.tensors()
 
 
-def found_segments(t: Tensors, layout: Layout) -> dict[str, Tensor]:
+def found_segments(t: ChunkTensors, layout: Layout) -> dict[str, Tensor]:
     """What the forward has left so, by name."""
     if t.segments is None:
         return {}

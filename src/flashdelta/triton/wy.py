@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, WyTensors
 from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from ..program.workspace import new
@@ -318,7 +318,7 @@ class WyConfig:
     stages: int
 
 
-def wy_config(problem: Problem, capability: int) -> WyConfig:
+def wy_config(problem: ChunkProblem, capability: int) -> WyConfig:
     """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
 
     On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two CTAs an SM
@@ -380,7 +380,7 @@ class Parts:
 
     @classmethod
     def allocate(
-        cls, problem: Problem, device: torch.device, squares: tuple[int, ...], squares_dtype: torch.dtype
+        cls, problem: ChunkProblem, device: torch.device, squares: tuple[int, ...], squares_dtype: torch.dtype
     ) -> Parts:
         tokens = (problem.B, problem.T, problem.HV)
         wide = [*[(*tokens, problem.K)] * 3, tokens]
@@ -395,7 +395,7 @@ class Parts:
 
 
 def wy_launch(
-    problem: Problem, arch: int, x: WyOperands, found: tuple[torch.Tensor | None, ...], rows: int, **kinds: object
+    problem: ChunkProblem, arch: int, x: WyOperands, found: tuple[torch.Tensor | None, ...], rows: int, **kinds: object
 ) -> Launch:
     """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`; `rows`: chunks that `h` has of a batch row."""
     c = wy_config(problem, arch)
@@ -423,14 +423,14 @@ def wy_launch(
     )
 
 
-def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
+def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
     found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
     kinds = dict(GATE=problem.gate, BETA=problem.beta_kind, L2NORM=problem.l2norm, BY_TOKEN=False, V_FIRST=True)
     launch = wy_launch(problem, arch, x, found, problem.slots, **kinds)
     return replace(launch, scratch=(*x.kept(), *parts.buffers))
 
 
-def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def wy_dqkg(problem: ChunkProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`."""
     x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
     results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
