@@ -22,6 +22,7 @@ from .problem.problem import (
     Problem,
     StepProblem,
     Tensors,
+    WyProblem,
 )
 from .problem.split import NO_COSTS, planned_parts
 
@@ -175,7 +176,7 @@ class HopperBackend(Backend):
             return (self._fused_obstacle if problem.operation == "fused_decode" else self._step_obstacle)(problem)
         if not isinstance(problem, ChunkProblem):
             return "no kernels of its own for the layer around attention"
-        if problem.operation == "wy":
+        if isinstance(problem, WyProblem):
             dtypes = {"A": problem.A_dtype, "h": problem.state_dtype, "dh": problem.state_grad_dtype}
             other = next((name for name, dtype in dtypes.items() if dtype != torch.bfloat16), None)
             if other is not None:

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[str, Callable, Callable[[], dict], str]] = {
         ASKED,
         fd.chunk_kda,
         lambda: sequences(safe_gate=True) | {"g": torch.full((1, 70, 2, 32), -6.0)},
-        r"safe_gate promises log decays in \[-5, 0\]; got -6",
+        r"g must be of log decays in \[-5, 0\], as safe_gate promises; got -6",
     ),
 }  # fmt: skip
 """By the situation: when it is refused, the call, and the start of what is said."""

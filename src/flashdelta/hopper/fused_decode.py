@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import FusedTensors, StepProblem
+from ..problem.problem import FusedProblem, FusedTensors
 from ..program.launch import REGISTERS, Launch, sm_count
 from ..program.program import Outputs
 from ..triton import fused_decode as portable
@@ -310,7 +310,7 @@ class HopperConfig:
     ahead: tuple[int, int]
 
 
-def hopper_config(problem: StepProblem, sms: int) -> HopperConfig:
+def hopper_config(problem: FusedProblem, sms: int) -> HopperConfig:
     """Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
 
     With an SM for each, all CTAs prefetch: memory has nothing else to do. In more than four waves, too: most CTAs start while
@@ -326,7 +326,7 @@ def hopper_config(problem: StepProblem, sms: int) -> HopperConfig:
     return HopperConfig(most, prefetching_ctas(ctas, wave))
 
 
-def fused_kda_decode(problem: StepProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch]:
+def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Where states lie on no 16 bytes, the portable kernel."""
     (launch,) = portable.fused_kda_decode(problem, t, arch, outputs)
     given = dict(zip(fused_decode_kernel.arg_names, launch.arguments))

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
 
-from ..problem.problem import ChunkProblem, WyTensors
+from ..problem.problem import ChunkProblem, WyProblem, WyTensors
 from ..program.launch import Launch, sm_count
 from ..program.program import Outputs
 from ..triton.launch import chunks
@@ -449,7 +449,7 @@ def wy(problem: ChunkProblem, x: WyOperands, parts: Parts, grad_v: Tensor) -> La
     return replace(launch, scratch=(*x.kept(), *parts.buffers))
 
 
-def wy_dqkg(problem: ChunkProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
+def wy_dqkg(problem: WyProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
     x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
     results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)

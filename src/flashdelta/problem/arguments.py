@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .errors import mistyped, wrong
-from .problem import Tensors
+from .errors import mistyped, rule, wrong
+from .problem import Problem, Tensors, problem_of
 
-T = TypeVar("T", bound=Tensors)
+Made = tuple[Problem, Tensors]
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The usual classes of tensors that are plain."""
@@ -218,18 +218,17 @@ class Arguments:
         return said if known == symbols else f"{said} = [{', '.join(map(str, known))}]"
 
     def exclusive(self, name: str, other: str) -> None:
-        if getattr(self, name) is not None and getattr(self, other) is not None:
-            raise wrong(name, "both", f"None with {other}")
+        rule(name, getattr(self, name) is None or getattr(self, other) is None, f"None with {other}", "both")
 
     def needs(self, name: str, *others: str) -> None:
-        """`name` makes no sense without any of the `others`."""
-        if getattr(self, name) is not None and all([getattr(self, other) is None for other in others]):
-            raise wrong(name, "a value", f"None without {' and '.join(others)}")
+        """Refuses `name` without any of the `others`."""
+        if getattr(self, name) is not None:
+            found = any([getattr(self, other) is not None for other in others])
+            rule(name, found, f"None without {' and '.join(others)}", "a value")
 
     def together(self, name: str, other: str) -> None:
         for a, b in ((name, other), (other, name)):
-            if getattr(self, a) is None and getattr(self, b) is not None:
-                raise wrong(a, None, f"a tensor with {b}: both or neither")
+            rule(a, getattr(self, a) is not None or getattr(self, b) is None, f"a tensor with {b}", None)
 
     def refuse_gradients(self, why: str) -> None:
         """For calls that have no gradients."""
@@ -245,11 +244,14 @@ class Arguments:
         x = getattr(self, name, None)
         return x if x is None or self.dry else resolved(x)
 
-    def by_role(self, family: type[T], called: Mapping[str, str] | None = None) -> T:
-        """The tensors by role. `called`: the names of roles, where they differ."""
-        roles, called = family.__dataclass_fields__, called or {}
-        found = {role: x for role in roles if (x := self.read(called.get(role, role))) is not None}
-        return family(**found)
+    def made(
+        self, problem: type[Problem], tensors: type[Tensors], called: Mapping[str, str] | None = None, **settings: Any
+    ) -> Made:
+        """The problem, and the tensors by role. `called`: the names of roles, where they differ."""
+        called = called or {}
+        names = ((role, called.get(role, role)) for role in tensors.__dataclass_fields__)
+        t = tensors(**{role: x for role, name in names if (x := self.read(name)) is not None})
+        return problem_of(problem, t, **settings), t
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------------

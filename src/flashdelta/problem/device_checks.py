@@ -18,7 +18,6 @@ from torch import Tensor
 from .errors import wrong
 from .problem import (
     AttentionProblem,
-    ChunkProblem,
     CommitProblem,
     ConvolutionProblem,
     PoolProblem,
@@ -26,6 +25,7 @@ from .problem import (
     SequenceProblem,
     StepProblem,
     Tensors,
+    WyProblem,
     record_counts,
 )
 from .switches import is_on
@@ -130,7 +130,7 @@ def _check_lengths(problem: PoolProblem, found: Mapping[str, Tensor], on_host: o
     most = max(lengths, default=0)
     if most > problem.most_tokens:
         raise wrong("cu_seqlens", f"a sequence of {most}", f"of at most {problem.most_tokens} tokens per sequence")
-    if isinstance(problem, ChunkProblem) and problem.operation == "wy":
+    if isinstance(problem, WyProblem):
         chunks = sum(-(-length // problem.chunk_size) for length in lengths)
         if chunks > problem.rows:
             raise wrong("h", f"{problem.rows} rows", f"of a row for each of the {chunks} chunks")

@@ -14,6 +14,12 @@ def wrong(argument: str, got: object, wanted: str) -> ValueError:
     return ValueError(f"{argument} must be {wanted}; got {got}")
 
 
+def rule(argument: str, holds: bool, wanted: str, got: object) -> None:
+    """Refuses an argument unless the rule holds."""
+    if not holds:
+        raise wrong(argument, got, wanted)
+
+
 def mistyped(argument: str, got: object, wanted: str) -> TypeError:
     """The error for an argument of the wrong type."""
     return TypeError(f"{argument} must be {wanted}; got {got!r} ({type(got).__name__})")

@@ -6,8 +6,6 @@ role.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -20,43 +18,42 @@ from ..parallel.context import context_in_call, has_context
 from . import device_checks
 from .arguments import (
     Arguments,
+    Made,
     check_int,
     check_int_in,
     check_name,
     check_tensor,
-    flag,
     has_address,
     memory,
     number_or_none,
     shape_of,
 )
-from .errors import mistyped, wrong
+from .errors import mistyped, rule, wrong
 from .problem import (
     DECODE_TOKENS,
     ChunkProblem,
     ChunkTensors,
+    CommitProblem,
     CommitTensors,
+    ConvolutionProblem,
     ConvolutionTensors,
+    FusedProblem,
     FusedTensors,
     GateName,
     NormGate,
+    NormProblem,
     NormTensors,
     NullIndex,
     Precision,
     PrefillGate,
-    Problem,
+    StepProblem,
     StepTensors,
-    Tensors,
+    WyProblem,
     WyTensors,
-    chunk_problem,
-    commit_problem,
-    convolution_problem,
-    has_records,
-    norm_problem,
+    is_record,
+    problem_of,
     record_width,
-    step_problem,
     wider,
-    wy_problem,
 )
 from .split import AUTO, known_lengths
 
@@ -100,16 +97,16 @@ CHECKPOINT_INTERVAL = 64
 
 MAX_CHECKPOINT_INTERVAL = 2**30
 
+CHECKPOINT_INDEX_ARGS = ("checkpoint_offsets", "checkpoint_indices")
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
-FLOAT32, FLOAT64, BOOL = torch.float32, torch.float64, torch.bool
-
-Made = tuple[Problem, Tensors]
+FLOAT32 = torch.float32
 
 
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """Dtypes of states, where q is in `dtype`."""
-    return (FLOAT32, torch.bfloat16, FLOAT64) if dtype == FLOAT64 else (FLOAT32, torch.bfloat16)
+    return (FLOAT32, torch.bfloat16, torch.float64) if dtype == torch.float64 else (FLOAT32, torch.bfloat16)
 
 
 # ---- options ------------------------------------------------------------------------------------------------------------
@@ -117,95 +114,89 @@ def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 def bound(name: str, value: Any) -> None:
     number_or_none(name, value)
-    if value is not None and not LOWEST_BOUND <= value < 0:
-        raise wrong(name, value, "a float in [-5, 0)")
+    rule(name, value is None or LOWEST_BOUND <= value < 0, "a float in [-5, 0)", value)
 
 
 def epsilon(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise mistyped(name, value, "a float")
-    if not EPSILONS.tiny <= value <= EPSILONS.max:
-        raise wrong(name, value, f"a float from {EPSILONS.tiny:.3g} to {EPSILONS.max:.3g}")
+    fits = EPSILONS.tiny <= value <= EPSILONS.max
+    rule(name, fits, f"a float from {EPSILONS.tiny:.3g} to {EPSILONS.max:.3g}", value)
 
 
 def check_split(value: Any) -> None:
-    wanted = f"'auto', False or a number of segments from 1 to {MAX_SEGMENTS}"
-    if value is False or (isinstance(value, str) and value == "auto"):
+    if isinstance(value, str) and value == "auto":
         return
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise mistyped("split", value, wanted)
-    if isinstance(value, str) or not 1 <= value <= MAX_SEGMENTS:
-        raise wrong("split", repr(value), wanted)
+    wanted = f"'auto', False or a number of segments from 1 to {MAX_SEGMENTS}"
+    if value is not False:
+        check_int("split", value, wanted)
+        rule("split", 1 <= value <= MAX_SEGMENTS, wanted, value)
 
 
 def check_spec_tokens(value: Any) -> None:
-    if value is None:
-        return
-    check_int("num_spec_tokens", value, "an int or None")
-    if not 1 <= value < DECODE_TOKENS:
-        raise wrong("num_spec_tokens", value, f"from 1 to {DECODE_TOKENS - 1}, or None without speculative tokens")
+    if value is not None:
+        check_int("num_spec_tokens", value, "an int or None")
+        rule("num_spec_tokens", 1 <= value < DECODE_TOKENS, f"from 1 to {DECODE_TOKENS - 1}, or None", value)
 
 
 def check_interval(value: Any) -> None:
-    if value is None:
-        return
-    check_int("checkpoint_every", value, "an int or None")
-    if not CHECKPOINT_INTERVAL <= value <= MAX_CHECKPOINT_INTERVAL or value % CHECKPOINT_INTERVAL != 0:
-        raise wrong("checkpoint_every", value, f"a multiple of {CHECKPOINT_INTERVAL} up to 2^30, or None")
+    if value is not None:
+        check_int("checkpoint_every", value, "an int or None")
+        fits = CHECKPOINT_INTERVAL <= value <= MAX_CHECKPOINT_INTERVAL and value % CHECKPOINT_INTERVAL == 0
+        rule("checkpoint_every", fits, f"a multiple of {CHECKPOINT_INTERVAL} up to 2^30, or None", value)
 
 
 def check_gate(c: Arguments, logits: str) -> str:
     """Checks what g and beta are to be taken for, and returns the gate. `logits`: the flag that says that beta is one."""
-    c.flags(logits, "allow_neg_eigval")
+    c.flags(logits, "allow_neg_eigval", "use_gate_in_kernel")
     number_or_none("scale", c.scale)
     check_name("gate", c.gate, *GATES, None)
     bound("lower_bound", c.lower_bound)
-    if c.allow_neg_eigval and not getattr(c, logits):
-        raise wrong("allow_neg_eigval", True, f"False with {logits}=False (pass beta in [0, 2) yourself)")
-    if c.use_gate_in_kernel and c.gate is not None and c.gate not in PARAMETRIC_GATES:
-        raise wrong("gate", repr(c.gate), f"one of {PARAMETRIC_GATES} with use_gate_in_kernel=True")
+    if c.allow_neg_eigval:
+        rule("allow_neg_eigval", getattr(c, logits), f"False with {logits}=False (pass beta in [0, 2) yourself)", True)
+    if c.use_gate_in_kernel:
+        parametric = (None, *PARAMETRIC_GATES)
+        rule("gate", c.gate in parametric, f"one of {parametric} with use_gate_in_kernel=True", c.gate)
     gate = c.gate
     if gate is None:
         gate = "none" if not c.use_gate_in_kernel else "softplus" if c.lower_bound is None else "lower_bound"
-    if gate == "softplus" and c.A_log is None:
-        raise wrong("A_log", None, "a tensor (the softplus gate reads it)")
-    if gate == "lower_bound" and c.lower_bound is None:
-        raise wrong("lower_bound", None, "a float in [-5, 0) (the lower_bound gate reads it)")
+    unread = f"None (the gate {gate!r} does not read it; use_gate_in_kernel=True would)"
     for name in ("A_log", "dt_bias"):
-        if gate not in PARAMETRIC_GATES and getattr(c, name) is not None:
-            raise wrong(name, "a tensor", f"None (the gate {gate!r} does not read it; use_gate_in_kernel=True would)")
-    if gate != "lower_bound" and c.lower_bound is not None:
-        raise wrong("lower_bound", c.lower_bound, f"None (the gate {gate!r} does not read it)")
+        rule(name, gate in PARAMETRIC_GATES or getattr(c, name) is None, unread, "a tensor")
+    rule("lower_bound", gate == "lower_bound" or c.lower_bound is None, unread, c.lower_bound)
+    rule("lower_bound", gate != "lower_bound" or c.lower_bound is not None, "a float (the gate reads it)", None)
+    rule("A_log", gate != "softplus" or c.A_log is not None, "a tensor (the softplus gate reads it)", None)
     return gate
 
 
 def check_pool_options(c: Arguments) -> None:
     """Checks which arguments a call over a pool of states takes, and one without a pool."""
+    check_name("null_index", c.null_index, *NULL_INDICES)
+    c.flags("output_final_state")
     c.needs("state_indices", "state_pool")
     c.needs("has_initial_state", "state_pool")
-    c.exclusive("state_pool", "initial_state")
-    c.exclusive("final_state", "state_pool")
-    if c.state_pool is not None and c.state_indices is None:
-        raise wrong("state_indices", None, "a tensor with state_pool")
-    if c.state_pool is not None and c.output_final_state:
-        raise wrong("output_final_state", True, "False with state_pool, which receives the final states")
+    if c.state_pool is not None:
+        c.exclusive("state_pool", "initial_state")
+        c.exclusive("final_state", "state_pool")
+        rule("state_indices", c.state_indices is not None, "a tensor with state_pool", None)
+        receives = "False with state_pool, which receives the final states"
+        rule("output_final_state", not c.output_final_state, receives, True)
 
 
 def require_explicit(c: Arguments, name: str) -> None:
-    value = getattr(c, name)
-    if value is not None:
-        flag(name, value)
-    elif c.state_pool is not None:
-        why = "calls that share a pool must agree, and recurrent_kda's default is True"
-        raise wrong(name, "nothing", f"True or False with state_pool ({why})")
+    why = "calls that share a pool must agree, and recurrent_kda's default is True"
+    if getattr(c, name) is not None:
+        c.flags(name)
+    else:
+        rule(name, c.state_pool is None, f"True or False with state_pool ({why})", None)
 
 
 def check_checkpoint_options(c: Arguments, *receivers: str) -> None:
     """Checks which arguments about checkpoints go together. `receivers`: what may receive those at offsets."""
     check_interval(c.checkpoint_every)
-    c.needs("checkpoint_offsets", *receivers)
-    c.needs("checkpoint_indices", *receivers)
-    c.together("checkpoint_offsets", "checkpoint_indices")
+    for name in CHECKPOINT_INDEX_ARGS:
+        c.needs(name, *receivers)
+    c.together(*CHECKPOINT_INDEX_ARGS)
     c.needs("checkpoint_states", "checkpoint_offsets", "checkpoint_every")
     c.needs("checkpoint_every", "checkpoint_states")
     c.exclusive("checkpoint_every", "checkpoint_offsets")
@@ -213,8 +204,7 @@ def check_checkpoint_options(c: Arguments, *receivers: str) -> None:
 
 def single_rank_only(c: Arguments, *names: str) -> None:
     for name in names:
-        if has_context(c) and getattr(c, name) is not None:
-            raise wrong(name, "a tensor", "None with cp_context or group")
+        rule(name, not has_context(c) or getattr(c, name) is None, "None with cp_context or group", "a tensor")
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------
@@ -238,34 +228,35 @@ def check_tokens(
 
 
 def check_heads(c: Arguments, head_dims: tuple[int, ...] = HEAD_DIMS, pool: str | None = None) -> None:
-    (H, K), (HV, V) = c.q.shape[2:], c.v.shape[2:]
-    if H == 0:
-        raise wrong("q", shape_of(c.q), "of at least one head")
-    if HV == 0 or HV % H != 0:
-        raise wrong("v", f"{HV} value heads", f"of a positive multiple of the {H} query/key heads")
-    check_head_dims(head_dims, K=(K, pool or "q"), V=(V, pool or "v"))
-
-
-def check_head_dims(head_dims: tuple[int, ...], **dims: tuple[int, str]) -> None:
-    """`dims`: by symbol the size, and the argument that has it."""
-    for symbol, (n, name) in dims.items():
-        if n not in head_dims:
-            raise wrong(name, f"{symbol} = {n}", f"of {symbol} in {head_dims}")
+    H, K, HV, V = [c.sizes[symbol] for symbol in ("H", "K", "HV", "V")]
+    rule("q", H > 0, "of at least one head", shape_of(c.q))
+    rule("v", HV > 0 and HV % H == 0, f"of a positive multiple of the {H} query/key heads", f"{HV} value heads")
+    rule(pool or "q", K in head_dims, f"of K in {head_dims}", f"K = {K}")
+    rule(pool or "v", V in head_dims, f"of V in {head_dims}", f"V = {V}")
 
 
 def check_offsets(c: Arguments, batched: str) -> None:
     """Checks `cu_seqlens`, and binds N. `batched`: the tensor that has the batch dimension."""
     c.check("cu_seqlens", "N+1", *INTS)
+    B = c.sizes["B"]
     if c.cu_seqlens is None:
-        c.sizes["N"] = c.sizes["B"]
-        return
-    if c.cu_seqlens.numel() == 0:
-        raise wrong("cu_seqlens", "an empty tensor", "of N + 1 offsets")
-    c.sizes["N"] = c.cu_seqlens.numel() - 1
-    if c.sizes["B"] != 1:
-        offsets = "cu_seqlens" if getattr(c, "cp_context", None) is None else "cp_context"
-        got = f"batch size {c.sizes['B']}"
-        raise wrong(batched, got, f"of batch size 1 with {offsets} (pack the sequences along T)")
+        c.sizes["N"] = B
+    else:
+        c.sizes["N"] = c.cu_seqlens.numel() - 1
+        rule("cu_seqlens", c.sizes["N"] >= 0, "of N + 1 offsets", "an empty tensor")
+        packed = "cu_seqlens" if getattr(c, "cp_context", None) is None else "cp_context"
+        rule(batched, B == 1, f"of batch size 1 with {packed} (pack the sequences along T)", f"batch size {B}")
+
+
+def check_offsets_on_host(c: Arguments) -> None:
+    x = c.cu_seqlens_cpu
+    check_tensor("cu_seqlens_cpu", x)
+    rule("cu_seqlens_cpu", x.shape == c.cu_seqlens.shape, "of cu_seqlens' shape", shape_of(x))
+    if x.dtype not in INTS:
+        raise TypeError(f"cu_seqlens_cpu must be of dtype int32 or int64; got {x.dtype}")
+    rule("cu_seqlens_cpu", x.device.type == "cpu", "on the CPU", f"device {x.device}")
+    if known_lengths(x, c.chunk_size, c.q) is None:
+        raise wrong("cu_seqlens_cpu", x.tolist()[:8], f"non-decreasing from 0 to at most T = {c.q.shape[1]}")
 
 
 def check_states(c: Arguments, state: str, *dtypes: torch.dtype, dense: int = 0) -> None:
@@ -273,24 +264,23 @@ def check_states(c: Arguments, state: str, *dtypes: torch.dtype, dense: int = 0)
     c.check("initial_state", f"N {state}", *dtypes)
     c.check("state_pool", f"slots {state}", *dtypes, dense=dense, written=True)
     c.check("state_indices", "N", *INTS)
-    c.check("has_initial_state", "N", BOOL)
+    c.check("has_initial_state", "N", torch.bool)
     c.check("final_state", f"N {state}", *dtypes, dense=dense + 1 if dense else 0, written=True)
 
 
 def check_checkpoints(c: Arguments, state: str, *dtypes: torch.dtype, dense: int = 0) -> None:
+    """Checks offsets and indices, which it brings into the shape `[N, M]`, and the buffer."""
     c.check("checkpoint_offsets", ("N", "N M"), *INTS)
-    by_row = c.checkpoint_offsets is not None and c.checkpoint_offsets.dim() == 2
-    c.check("checkpoint_indices", "N M" if by_row else "N", *INTS)
+    c.check("checkpoint_indices", "N M" if "M" in c.sizes else "N", *INTS)
     c.check("checkpoint_states", f"rows {state}", *dtypes, dense=dense, written=True)
-    M, buffer = c.sizes.get("M", 1), c.checkpoint_states is not None
-    if M == 0 or (M > MAX_CHECKPOINTS and not buffer):
-        wanted = "at least 1 checkpoint" if buffer else f"1 to {MAX_CHECKPOINTS} checkpoints"
-        raise wrong("checkpoint_offsets", M, f"of {wanted} per sequence")
+    M, most = c.sizes.get("M", 1), MAX_CHECKPOINTS if c.checkpoint_states is None else 2**31
+    rule("checkpoint_offsets", 0 < M <= most, f"of 1 to {most} checkpoints per sequence", f"{M} checkpoints")
     # of packed sequences the rows are device data, and those past the end are not stored
     if c.checkpoint_every is not None and c.cu_seqlens is None:
-        least = c.sizes["B"] * -(-c.sizes["T"] // c.checkpoint_every)
-        if c.sizes["rows"] < least:
-            raise wrong("checkpoint_states", f"{c.sizes['rows']} rows", f"of at least B * ceil(T / n) = {least} rows")
+        rows, least = c.sizes["rows"], c.sizes["B"] * -(-c.sizes["T"] // c.checkpoint_every)
+        rule("checkpoint_states", rows >= least, f"of at least B * ceil(T / n) = {least} rows", f"{rows} rows")
+    if c.checkpoint_offsets is not None and "M" not in c.sizes:
+        c.checkpoint_offsets, c.checkpoint_indices = c.checkpoint_offsets[:, None], c.checkpoint_indices[:, None]
 
 
 def check_intermediates(c: Arguments, pool: str, *shapes: str, written: bool = True) -> None:
@@ -299,40 +289,33 @@ def check_intermediates(c: Arguments, pool: str, *shapes: str, written: bool = T
     c.check("intermediate_state_indices", "N", *INTS)
     if c.intermediate_states is not None:
         check_tensor("intermediate_states", c.intermediate_states)
-        dtype, records = getattr(c, pool).dtype, has_records(c.intermediate_states)
-        c.check("intermediate_states", shapes, wider(dtype) if records else dtype, dense=3, written=written)
+        dtype = getattr(c, pool).dtype
+        dtype = wider(dtype) if is_record(c.intermediate_states) else dtype
+        c.sizes["width"] = record_width(c.sizes["K"], c.sizes["V"])
+        c.check("intermediate_states", shapes, dtype, dense=3, written=written)
+
+
+def check_taps(c: Arguments) -> None:
+    rule("weight", MIN_TAPS <= c.sizes["W"] <= MAX_TAPS, f"of {MIN_TAPS} to {MAX_TAPS} taps", shape_of(c.weight))
 
 
 def check_gradients(c: Arguments) -> None:
     """Refuses gradients of a call that writes tensors of the caller's."""
     if not c.requires_grad():
         return
-    written = ("state_pool", "final_state", "checkpoint_states", "out")
-    name = next((x for x in written if getattr(c, x, None) is not None), None)
-    if name is not None:
-        got = f"a tensor, and {next(x for x, tensor in c.tensors.items() if tensor.requires_grad)} requires grad"
-        raise wrong(name, got, "None where an input requires grad, or under torch.no_grad() (it is written in place)")
-    if getattr(c, "return_intermediate_states", False):
-        raise wrong("return_intermediate_states", True, "False where an input requires grad, or under torch.no_grad()")
+    for name in ("state_pool", "final_state", "checkpoint_states", "out"):
+        unwritten = "None where an input requires grad, or under torch.no_grad() (it is written in place)"
+        rule(name, getattr(c, name, None) is None, unwritten, "a tensor")
+    returns = getattr(c, "return_intermediate_states", False)
+    rule("return_intermediate_states", not returns, "False where an input requires grad", True)
 
 
-def canonical(c: Arguments, g: str = "g") -> None:
-    """Brings parameters of the gate into the shape by head (and channel), `[HV]` and `[HV, K]`."""
+def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> dict[str, Any]:
+    """The settings of attention. Brings parameters of the gate into the shape by head (and channel)."""
     if c.A_log is not None and c.A_log.dim() == 4:
         c.A_log = c.A_log.reshape(c.sizes["HV"])
     if c.dt_bias is not None and c.dt_bias.dim() == 1:
         c.dt_bias = c.dt_bias.reshape(getattr(c, g).shape[2:])
-
-
-def by_sequence(c: Arguments) -> None:
-    """Brings offsets and indices of checkpoints into the shape `[N, M]`."""
-    for name in ("checkpoint_offsets", "checkpoint_indices"):
-        x = getattr(c, name)
-        if x is not None and x.dim() == 1:
-            setattr(c, name, x[:, None])
-
-
-def attention_settings(c: Arguments, gate: str, logits: bool) -> dict[str, Any]:
     return dict(
         scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,
@@ -349,8 +332,7 @@ def attention_settings(c: Arguments, gate: str, logits: bool) -> dict[str, Any]:
 
 
 def validate_chunk(c: Arguments) -> Made:
-    c.flags("output_final_state", "use_gate_in_kernel", "safe_gate", "disable_recompute", "return_intermediate_states")
-    c.flags("batch_invariant")
+    c.flags("safe_gate", "disable_recompute", "return_intermediate_states", "batch_invariant")
     check_int_in("chunk_size", c.chunk_size, CHUNK_SIZES)
     check_split(c.split)
     gate = check_sequence_options(c)
@@ -361,20 +343,14 @@ def validate_chunk(c: Arguments) -> Made:
     c.border = None
     if has_context(c):
         c.cp_context, c.cu_seqlens, c.border = context_in_call(c.cp_context, c.group, c.cu_seqlens, c.q)
-    check_tokens(c)
+    state = check_sequence_tensors(c)
+    c.check("border", str(BORDER), torch.int32)
+    check_checkpoints(c, state, *state_dtypes(c.q.dtype), dense=3)
     if c.cp_context is not None:
         c.cp_context.check_tokens(c.q, "q")
-    c.check("border", str(BORDER), torch.int32)
     if c.cu_seqlens_cpu is not None:
         check_offsets_on_host(c)
-    state, dtypes = "HV V K" if c.state_v_first else "HV K V", state_dtypes(c.q.dtype)
-    check_states(c, state, *dtypes, dense=3)
-    check_checkpoints(c, state, *dtypes, dense=3)
-    c.check("out", "B T HV V", wider(c.q.dtype), c.q.dtype, dense=1, written=True)
     check_gradients(c)
-    canonical(c)
-    by_sequence(c)
-    t = c.by_role(ChunkTensors)
     settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
     # the softplus gate has no bound that a promise could mean
     settings["safe_gate"] |= c.safe_gate and gate != "softplus"
@@ -382,10 +358,11 @@ def validate_chunk(c: Arguments) -> Made:
     settings |= {name: getattr(c, name) for name in names}
     if c.cp_context is not None and c.cp_context.ranks > 1:
         names = ("rank", "ranks", "exchange", "relay")
-        settings |= dict(process_group=c.cp_context.name) | {name: getattr(c.cp_context, name) for name in names}
+        settings |= {name: getattr(c.cp_context, name) for name in names} | {"process_group": c.cp_context.name}
     longest_chunks, all_chunks = known_lengths(c.cu_seqlens_cpu, c.chunk_size, c.q) or (0, 0)
-    return chunk_problem(
-        t,
+    return c.made(
+        ChunkProblem,
+        ChunkTensors,
         operation="chunk",
         **settings,
         output_final_state=c.output_final_state or c.final_state is not None,
@@ -393,28 +370,22 @@ def validate_chunk(c: Arguments) -> Made:
         split=AUTO if c.split == "auto" else 1 if c.split is False else c.split,
         longest_chunks=longest_chunks,
         all_chunks=all_chunks,
-    ), t
+    )
 
 
 def validate_recurrent(c: Arguments) -> Made:
-    c.flags("output_final_state", "use_gate_in_kernel")
     gate = check_sequence_options(c)
-    check_tokens(c)
-    check_states(c, "HV V K" if c.state_v_first else "HV K V", *state_dtypes(c.q.dtype), dense=3)
-    c.check("out", "B T HV V", wider(c.q.dtype), c.q.dtype, dense=1, written=True)
+    check_sequence_tensors(c)
     check_gradients(c)
-    canonical(c)
     settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
     settings["output_final_state"] = c.output_final_state or c.final_state is not None
     if c.requires_grad():  # only the chunked kernels have gradients
-        chunks = c.by_role(ChunkTensors)
-        return chunk_problem(chunks, operation="chunk", **settings), chunks
-    t = c.by_role(StepTensors)
-    return step_problem(t, operation="recurrent", **settings), t
+        return c.made(ChunkProblem, ChunkTensors, operation="chunk", **settings)
+    return c.made(StepProblem, StepTensors, operation="recurrent", **settings)
 
 
 def check_sequence_options(c: Arguments) -> str:
-    check_name("null_index", c.null_index, *NULL_INDICES)
+    """Checks the options of both, and returns the gate."""
     gate = check_gate(c, "use_beta_sigmoid_in_kernel")
     check_pool_options(c)
     require_explicit(c, "state_v_first")
@@ -422,17 +393,13 @@ def check_sequence_options(c: Arguments) -> str:
     return gate
 
 
-def check_offsets_on_host(c: Arguments) -> None:
-    x = c.cu_seqlens_cpu
-    check_tensor("cu_seqlens_cpu", x)
-    if x.shape != c.cu_seqlens.shape:
-        raise wrong("cu_seqlens_cpu", shape_of(x), f"of cu_seqlens' shape {list(c.cu_seqlens.shape)}")
-    if x.dtype not in INTS:
-        raise TypeError(f"cu_seqlens_cpu must be of dtype int32 or int64; got {x.dtype}")
-    if x.device.type != "cpu":
-        raise wrong("cu_seqlens_cpu", f"device {x.device}", "on the CPU")
-    if known_lengths(x, c.chunk_size, c.q) is None:
-        raise wrong("cu_seqlens_cpu", x.tolist()[:8], f"non-decreasing from 0 to at most T = {c.q.shape[1]}")
+def check_sequence_tensors(c: Arguments) -> str:
+    """Checks the tensors of both, and returns the dimensions of a state."""
+    check_tokens(c)
+    state, dtype = "HV V K" if c.state_v_first else "HV K V", c.q.dtype
+    check_states(c, state, *state_dtypes(dtype), dense=3)
+    c.check("out", "B T HV V", wider(dtype), dtype, dense=1, written=True)
+    return state
 
 
 # ---- steps of decoding: recurrent_kda, commit ----------------------------------------------------------------------------
@@ -450,7 +417,7 @@ DECODE_NAMES = {
 
 
 def validate_decode(c: Arguments) -> Made:
-    c.flags("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "state_v_first", "update_state")
+    c.flags("output_final_state", "use_qk_l2norm_in_kernel", "state_v_first", "update_state")
     check_name("null_index", c.null_index, *NULL_INDICES)
     check_spec_tokens(c.num_spec_tokens)
     gate = check_gate(c, "beta_is_logit")
@@ -460,43 +427,41 @@ def validate_decode(c: Arguments) -> Made:
     tokens = c.sizes["1+num_spec_tokens"] = 1 + (c.num_spec_tokens or 0)
     if c.mixed_qkv is not None:
         c.require("mixed_qkv", "tokens D", *FLOATS)
-        split_rows(c, "mixed_qkv", pool, tokens, {"g": "HV K", "beta": "HV"})
+        split_rows(c, "mixed_qkv", pool, tokens, {"g": "HV*K", "beta": "HV"})
     check_tokens(c, DECODE_HEAD_DIMS, pool=None if c.mixed_qkv is None else pool)
     T, dtype = c.q.shape[1], c.q.dtype
-    # of packed sequences the lengths are device data: nothing is stored of one with more tokens
-    if c.cu_seqlens is None and tokens not in (1, T):
-        raise wrong("q", f"{T} tokens per sequence", f"of 1 + num_spec_tokens = {tokens} tokens per sequence")
-    if c.cu_seqlens is None and T > DECODE_TOKENS:
-        others = "fused_recurrent_kda and chunk_kda take more"
-        raise wrong("q", f"{T} tokens per sequence", f"of at most {DECODE_TOKENS} tokens per sequence ({others})")
+    if c.cu_seqlens is None:  # of packed sequences nothing is stored where there are more
+        fits, most = tokens in (1, T), f"of at most {DECODE_TOKENS} tokens (chunk_kda takes longer sequences)"
+        rule("q", fits, f"of 1 + num_spec_tokens = {tokens} tokens per sequence", f"{T} tokens")
+        rule("q", T <= DECODE_TOKENS, most, f"{T} tokens")
 
     state = "HV V K" if c.state_v_first else "HV K V"
     # with tokens to verify each state is stored in a slot of its own
     targets = "N 1+num_spec_tokens" if c.num_spec_tokens is not None and c.update_state else "N"
-    if c.initial_state is not None and c.ssm_state_indices is None and targets != "N":
-        raise wrong("ssm_state_indices", None, f"a tensor {c.described(targets)} with num_spec_tokens")
+    if c.initial_state is not None and targets != "N":
+        rule("ssm_state_indices", c.ssm_state_indices is not None, "a tensor with num_spec_tokens", None)
     slots = "N" if c.ssm_state_indices is None else "slots"
     c.check("initial_state", f"{slots} {state}", *state_dtypes(dtype), dense=3, written=c.update_state)
     c.check("ssm_state_indices", targets, *INTS)
     c.check("num_accepted_tokens", "N", *INTS)
     c.check("initial_state_source", f"sources {state}", *state_dtypes(dtype), dense=3)
     c.check("initial_state_indices", "N", *INTS)
-    if c.intermediate_states is not None:
-        c.sizes["width"] = record_width(c.sizes["K"], c.sizes["V"])
-        check_intermediates(c, pool, f"rows 1+num_spec_tokens {state}", "rows 1+num_spec_tokens HV width")
-        check_rows_of_sequences(c)
+    check_intermediates(c, pool, f"rows 1+num_spec_tokens {state}", "rows 1+num_spec_tokens HV width")
+    if c.intermediate_state_indices is None and c.ssm_state_indices is None and c.initial_state_indices is None:
+        rows, N = c.sizes.get("rows", 2**31), c.sizes["N"]
+        rule("intermediate_states", rows >= N, f"of a row for each of the {N} sequences", f"{rows} rows")
     c.check("output", "B T HV V", wider(dtype), dtype, dense=1, written=True)
     c.refuse_gradients(NO_GRADIENTS["decode"])
-    canonical(c)
-    t = c.by_role(StepTensors, DECODE_NAMES)
-    return step_problem(
-        t,
+    return c.made(
+        StepProblem,
+        StepTensors,
+        DECODE_NAMES,
         operation="decode",
         **attention_settings(c, gate, c.beta_is_logit),
         output_final_state=c.output_final_state and c.initial_state is None,
         spec_tokens=tokens - 1,
         update_state=c.update_state,
-    ), t
+    )
 
 
 def check_decode_options(c: Arguments) -> None:
@@ -505,94 +470,77 @@ def check_decode_options(c: Arguments) -> None:
         c.exclusive("mixed_qkv", name)
     c.together("initial_state_source", "initial_state_indices")
     pools = ("initial_state", "initial_state_source")
-    if c.mixed_qkv is not None and c.initial_state is None and c.initial_state_source is None:
-        raise wrong("initial_state", None, "a tensor with mixed_qkv (its shape tells the heads)")
-    if c.initial_state_source is not None and c.update_state != (c.initial_state is not None):
+    has_pool, has_source = c.initial_state is not None, c.initial_state_source is not None
+    if c.mixed_qkv is not None:
+        rule("initial_state", has_pool or has_source, "a tensor with mixed_qkv (its shape tells the heads)", None)
+    if has_source:
         wanted = "the pool to write with initial_state_source, or None with update_state=False"
-        raise wrong("initial_state", "None" if c.initial_state is None else "a tensor", wanted)
+        rule("initial_state", c.update_state == has_pool, wanted, "a tensor" if has_pool else None)
     c.exclusive("num_accepted_tokens", "initial_state_source")
     c.needs("ssm_state_indices", "initial_state")
-    for name in ("num_accepted_tokens", "intermediate_states"):
+    for name in ("num_accepted_tokens", "intermediate_states", "num_spec_tokens"):
         c.needs(name, *pools)
-        c.needs(name, "num_spec_tokens")
-    c.needs("num_spec_tokens", *pools)
+    c.needs("num_accepted_tokens", "num_spec_tokens")
+    c.needs("intermediate_states", "num_spec_tokens")
     c.needs("intermediate_state_indices", "intermediate_states")
-    if not c.update_state and c.initial_state is None and c.initial_state_source is None:
-        raise wrong("update_state", False, "True without initial_state")
-    if not c.update_state and c.output_final_state:
-        raise wrong("output_final_state", True, "False with update_state=False")
-    if not c.update_state and c.num_accepted_tokens is not None:
-        raise wrong("num_accepted_tokens", "a tensor", "None with update_state=False (commit takes the counts)")
-    if c.update_state and c.intermediate_states is not None:
-        raise wrong("intermediate_states", "a tensor", "None with update_state=True")
-
-
-def check_rows_of_sequences(c: Arguments) -> None:
-    """Without indices each sequence has the row of its number."""
-    if c.intermediate_state_indices is None and c.ssm_state_indices is None and c.initial_state_indices is None:
-        rows, sequences = c.intermediate_states.shape[0], c.initial_state.shape[0]
-        if rows < sequences:
-            raise wrong("intermediate_states", f"{rows} rows", f"of a row for each of the {sequences} sequences")
+    if c.update_state:
+        rule("intermediate_states", c.intermediate_states is None, "None with update_state=True", "a tensor")
+    else:
+        rule("update_state", has_pool or has_source, "True without initial_state", False)
+        rule("output_final_state", not c.output_final_state, "False with update_state=False", True)
+        counts = "None with update_state=False (commit takes the counts)"
+        rule("num_accepted_tokens", c.num_accepted_tokens is None, counts, "a tensor")
 
 
 def split_rows(c: Arguments, name: str, pool: str, tokens: int, flat: Mapping[str, str]) -> None:
     """Takes rows apart: c.q, c.k and c.v become views, with heads as the `pool` has them. Tensors that are `flat`, or by row,
-    become views in the same layout; `flat` has the dimensions of a token by name."""
-    check_tensor(pool, getattr(c, pool))
+    become views in the same layout; `flat` has the elements of a token by name."""
     mixed, states = getattr(c, name), getattr(c, pool)
-    if states.dim() != 4:
-        raise wrong(pool, shape_of(states), "of rank 4")
-    HV, V, K = states.shape[1:] if c.state_v_first else (states.shape[1], states.shape[3], states.shape[2])
-    rows, width = mixed.shape
+    check_tensor(pool, states)
+    rule(pool, states.dim() == 4, "of rank 4", shape_of(states))
+    (_, HV, V, K), (rows, width) = states.shape if c.state_v_first else states.mT.shape, mixed.shape
     heads = (width - HV * V) // (2 * K) if K > 0 else 0
-    if heads <= 0 or 2 * heads * K + HV * V != width:
-        wanted = f"of shape [N, 2 * H * K + HV * V] with K = {K} and HV * V = {HV * V}, as {pool} has them"
-        raise wrong(name, shape_of(mixed), wanted)
-    if HV == 0 or HV % heads != 0:
-        raise wrong(name, f"{HV} value heads", f"of a positive multiple of the {heads} query/key heads")
-    if c.cu_seqlens is None and rows % tokens != 0:
-        raise wrong(name, f"{rows} rows", f"of a multiple of 1 + num_spec_tokens = {tokens} rows")
-    leading = (rows // tokens, tokens) if c.cu_seqlens is None else (1, rows)
+    wanted = f"of shape [N, 2 * H * K + HV * V] with K = {K} and HV * V = {HV * V}, as {pool} has them"
+    rule(name, heads > 0 and 2 * heads * K + HV * V == width, wanted, shape_of(mixed))
+    multiple = f"of a positive multiple of the {heads} query/key heads"
+    rule(name, HV > 0 and HV % heads == 0, multiple, f"{HV} value heads")
+    by_sequence = c.cu_seqlens is None
+    if by_sequence:
+        rule(name, rows % tokens == 0, f"of a multiple of 1 + num_spec_tokens = {tokens} rows", f"{rows} rows")
+    leading = (rows // tokens, tokens) if by_sequence else (1, rows)
     q, k, v = mixed.split([heads * K, heads * K, HV * V], dim=1)
     c.q, c.k, c.v = q.view(*leading, heads, K), k.view(*leading, heads, K), v.view(*leading, HV, V)
-    sizes = {"HV": HV, "K": K, "V": V}
+    c.sizes |= {"HV": HV, "K": K, "V": V}
     for other, symbols in flat.items():
-        x, inner = getattr(c, other), [sizes[symbol] for symbol in symbols.split()]
-        if x is None:
-            continue
-        check_tensor(other, x)
-        flattened = (rows, math.prod(inner))
-        # a comparison of tuples is one of symbols to torch.compile, also where their numbers are known
-        known = (flattened, (1, *flattened), (rows, *inner), (1, rows, *inner))
-        if any(len(shape) == x.dim() and all(map(operator.eq, shape, x.shape)) for shape in known):
-            setattr(c, other, x.view(*leading, *inner))
-        elif x.dim() != len(leading) + len(inner):
-            wanted = f"of shape [N, {' * '.join(symbols.split())}] = {list(flattened)}"
-            raise wrong(other, shape_of(x), wanted)
+        x, inner = getattr(c, other), symbols.replace("*", " ")
+        if x is not None:
+            check_tensor(other, x)
+            known = [f"{before}tokens {after}".split() for before in ("", "1 ") for after in (symbols, inner)]
+            if any([c.fits(shape, x.shape) for shape in known]):
+                setattr(c, other, x.view(*leading, *[c.sizes[symbol] for symbol in inner.split()]))
 
 
 def validate_commit(c: Arguments) -> Made:
     c.flags("state_v_first")
     check_name("null_index", c.null_index, *NULL_INDICES)
     state = "HV V K" if c.state_v_first else "HV K V"
-    c.require("initial_state", f"slots {state}", FLOAT32, torch.bfloat16, FLOAT64, dense=3, written=True)
-    if 0 in c.initial_state.shape[1:]:
-        raise wrong("initial_state", shape_of(c.initial_state), "of states with elements")
+    c.require("initial_state", f"slots {state}", FLOAT32, torch.bfloat16, torch.float64, dense=3, written=True)
     K, V = c.sizes["K"], c.sizes["V"]
-    c.sizes["width"] = record_width(K, V)
+    rule("initial_state", K * V * c.sizes["HV"] > 0, "of states with elements", shape_of(c.initial_state))
     check_tensor("intermediate_states", c.intermediate_states)
-    if has_records(c.intermediate_states):  # copies of states may have any size
-        check_head_dims(DECODE_HEAD_DIMS, K=(K, "initial_state"), V=(V, "initial_state"))
+    replays = is_record(c.intermediate_states)
+    if replays:  # copies of states may have any size
+        fits = K in DECODE_HEAD_DIMS and V in DECODE_HEAD_DIMS
+        rule("initial_state", fits, f"of K and V in {DECODE_HEAD_DIMS}", f"K = {K}, V = {V}")
     c.require("ssm_state_indices", "N", *INTS)
     c.require("num_accepted_tokens", "N", *INTS)
-    empties = has_records(c.intermediate_states)
-    check_intermediates(c, "initial_state", f"rows tokens {state}", "rows tokens HV width", written=empties)
-    if not 1 <= c.sizes["tokens"] <= DECODE_TOKENS:
-        raise wrong("intermediate_states", shape_of(c.intermediate_states), f"of 1 to {DECODE_TOKENS} tokens per row")
+    shapes = f"rows tokens {state}", "rows tokens HV width"
+    check_intermediates(c, "initial_state", *shapes, written=replays)  # a commit empties records
+    tokens = c.sizes["tokens"]
+    rule("intermediate_states", 0 < tokens <= DECODE_TOKENS, f"of 1 to {DECODE_TOKENS} tokens per row", tokens)
     c.refuse_gradients(NO_GRADIENTS["commit"])
-    t = c.by_role(CommitTensors, DECODE_NAMES)
-    settings = dict(null_index=c.null_index, state_v_first=c.state_v_first, spec_tokens=c.sizes["tokens"] - 1)
-    return commit_problem(t, operation="commit", **settings), t
+    settings = dict(null_index=c.null_index, state_v_first=c.state_v_first, spec_tokens=tokens - 1, K=K, V=V)
+    return c.made(CommitProblem, CommitTensors, DECODE_NAMES, operation="commit", **settings)
 
 
 # ---- kda_prefill ----------------------------------------------------------------------------------------------------------
@@ -605,13 +553,10 @@ def validate_prefill(c: Arguments) -> Made:
     check_name("precision", c.precision, *PRECISIONS)
     for name, shape in (("q", "B H T K"), ("k", "B H T K"), ("v", "B H T V"), ("g", "B H T K"), ("beta", "B H T")):
         c.require(name, shape, FLOAT32, dense=len(shape.split()))
-    H, K, V = c.sizes["H"], c.sizes["K"], c.sizes["V"]
-    if H == 0:
-        raise wrong("q", shape_of(c.q), "of at least one head")
-    if (K, V, c.chunk_size) not in PREFILL_SIZES:
-        name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
-        sizes = ", ".join(map(str, PREFILL_SIZES))
-        raise wrong(name, f"(K, V, C) = {(K, V, c.chunk_size)}", f"one of {sizes}")
+    size = K, V, _ = c.sizes["K"], c.sizes["V"], c.chunk_size
+    rule("q", c.sizes["H"] > 0, "of at least one head", shape_of(c.q))
+    name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
+    rule(name, size in PREFILL_SIZES, f"one of {', '.join(map(str, PREFILL_SIZES))}", f"(K, V, C) = {size}")
     c.refuse_gradients(NO_GRADIENTS["prefill"])
     return prefill_problem(c, {name: c.read(name) for name in c.tensors})
 
@@ -624,7 +569,7 @@ def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem
     settings = dict(scale=scale, gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=q.shape[1])
     by_row = {name: x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for name, x in tensors.items()}
     t = ChunkTensors(**by_row)
-    return chunk_problem(t, operation="prefill", state_v_first=True, split=1, **settings), t
+    return problem_of(ChunkProblem, t, operation="prefill", state_v_first=True, split=1, **settings), t
 
 
 # ---- chunk_bwd_wy_dqkg ----------------------------------------------------------------------------------------------------
@@ -634,30 +579,34 @@ def validate_wy(c: Arguments) -> Made:
     c.flags("state_v_first", "use_exp2")
     number_or_none("scale", c.scale)
     check_int_in("chunk_size", c.chunk_size, CHUNK_SIZES)
-    state = "V K" if c.state_v_first else "K V"
+    state = "HV V K" if c.state_v_first else "HV K V"
     c.require("q", "B T H K", *FLOATS)
-    dtype, C = c.q.dtype, c.chunk_size
+    dtype, either = c.q.dtype, (wider(c.q.dtype), c.q.dtype)
     c.require("k", "B T H K", dtype)
     c.require("v", "B T HV V", dtype)
     check_heads(c)
     c.require("v_new", "B T HV V", dtype)
     c.require("g", "B T HV K", wider(dtype))
-    c.require("beta", "B T HV", wider(dtype), dtype)
-    c.require("A", f"B T HV {C}", wider(dtype), dtype)
-    c.require("h", f"B NT HV {state}", wider(dtype), dtype)
-    c.require("dh", f"B NT HV {state}", wider(dtype), dtype)
+    c.require("beta", "B T HV", *either)
+    c.require("A", f"B T HV {c.chunk_size}", *either)
+    c.require("h", f"B NT {state}", *either)
+    c.require("dh", f"B NT {state}", *either)
     c.require("do", "B T HV V", dtype)
     c.require("dv", "B T HV V", dtype)
     check_offsets(c, "q")
-    chunks = -(-c.sizes["T"] // C)
-    if c.cu_seqlens is None and c.sizes["NT"] != chunks:
-        raise wrong("h", shape_of(c.h), f"of NT = ceil(T / chunk_size) = {chunks}")
+    NT = -(-c.sizes["T"] // c.chunk_size)
+    if c.cu_seqlens is None:
+        rule("h", c.sizes["NT"] == NT, f"of NT = ceil(T / chunk_size) = {NT} states per row", shape_of(c.h))
     c.refuse_gradients(NO_GRADIENTS["wy"])
-    scale = c.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
-    gate = "cumulative_log2" if c.use_exp2 else "cumulative"
-    t = c.by_role(WyTensors)
-    settings = dict(scale=scale, gate=gate, chunk_size=C, state_v_first=c.state_v_first)
-    return wy_problem(t, operation="wy", **settings), t
+    return c.made(
+        WyProblem,
+        WyTensors,
+        operation="wy",
+        scale=c.sizes["K"] ** -0.5 if c.scale is None else float(c.scale),
+        gate="cumulative_log2" if c.use_exp2 else "cumulative",
+        chunk_size=c.chunk_size,
+        state_v_first=c.state_v_first,
+    )
 
 
 # ---- the layer around attention: gated_rms_norm, short_convolution ---------------------------------------------------------
@@ -669,53 +618,41 @@ def validate_norm(c: Arguments) -> Made:
     check_tensor("x", c.x)
     rows = " ".join([*(f"D{i}" for i in range(c.x.dim() - 1)), "V"])  # of any rank
     c.require("x", rows, *FLOATS)
-    if not 1 <= c.sizes["V"] <= MAX_NORM:
-        raise wrong("x", shape_of(c.x), f"of a last dimension from 1 to {MAX_NORM}")
+    rule("x", 1 <= c.sizes["V"] <= MAX_NORM, f"of a last dimension from 1 to {MAX_NORM}", shape_of(c.x))
     dtype = c.x.dtype
     c.require("z", rows, dtype, *((torch.bfloat16, torch.float16) if dtype == FLOAT32 else ()))
     c.require("weight", "V", wider(dtype), dtype)
-    t = c.by_role(NormTensors)
-    return norm_problem(t, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps)), t
+    return c.made(NormProblem, NormTensors, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps))
 
 
 def validate_convolution(c: Arguments) -> Made:
-    c.flags("output_final_state")
     check_name("activation", c.activation, "silu", None)
-    check_name("null_index", c.null_index, *NULL_INDICES)
     check_pool_options(c)
     check_checkpoint_options(c, "checkpoint_states")
     c.require("x", "B T D", *FLOATS)
-    dtype = c.x.dtype
-    if c.sizes["D"] == 0:
-        raise wrong("x", shape_of(c.x), "of at least one channel")
+    dtypes = wider(c.x.dtype), c.x.dtype
+    rule("x", c.sizes["D"] > 0, "of at least one channel", shape_of(c.x))
     check_offsets(c, "x")
-    c.require("weight", ("D W", "D 1 W"), wider(dtype), dtype)
+    c.require("weight", ("D W", "D 1 W"), *dtypes)
     check_taps(c)
-    c.check("bias", "D", wider(dtype), dtype)
-    check_states(c, "D L", wider(dtype), dtype)
-    check_checkpoints(c, "D L", wider(dtype), dtype)
-    W = c.sizes["W"]
-    if c.sizes.get("L", W) not in (W - 1, W):
-        name = next(x for x in ("initial_state", "state_pool", "checkpoint_states", "final_state") if x in c.tensors)
-        wanted = f"of the last W - 1 = {W - 1} or W = {W} inputs of a channel"
-        raise wrong(name, shape_of(getattr(c, name)), wanted)
-    c.check("out", "B T D", dtype, dense=1, written=True)
+    c.check("bias", "D", *dtypes)
+    check_states(c, "D L", *dtypes)
+    check_checkpoints(c, "D L", *dtypes)
+    W, L = c.sizes["W"], c.sizes.get("L", c.sizes["W"])
+    states = ("initial_state", "state_pool", "final_state", "checkpoint_states", "weight")
+    name = next(x for x in states if x in c.tensors)
+    rule(name, L in (W - 1, W), f"of the last W - 1 = {W - 1} or W = {W} inputs of a channel", f"{L} inputs")
+    c.check("out", "B T D", c.x.dtype, dense=1, written=True)
     check_gradients(c)
-    by_sequence(c)
-    t = c.by_role(ConvolutionTensors)
-    return convolution_problem(
-        t,
+    return c.made(
+        ConvolutionProblem,
+        ConvolutionTensors,
         operation="short_convolution",
         activation="none" if c.activation is None else c.activation,
         output_final_state=c.output_final_state or c.final_state is not None,
         checkpoint_every=c.checkpoint_every or 0,
         null_index=c.null_index,
-    ), t
-
-
-def check_taps(c: Arguments) -> None:
-    if not MIN_TAPS <= c.sizes["W"] <= MAX_TAPS:
-        raise wrong("weight", shape_of(c.weight), f"of {MIN_TAPS} to {MAX_TAPS} taps")
+    )
 
 
 # ---- the layer's step: fused_kda_decode --------------------------------------------------------------------------------------
@@ -745,41 +682,35 @@ def validate_fused_decode(c: Arguments) -> Made:
     spec = c.num_spec_tokens or 0
     c.sizes["1+num_spec_tokens"] = 1 + spec
     c.require("x", "tokens D", *FLOATS)
-    split_rows(c, "x", "state", 1 + spec, {"raw_g": "HV K", "raw_beta": "HV", "output_gate": "HV V"})
+    split_rows(c, "x", "state", 1 + spec, {"raw_g": "HV*K", "raw_beta": "HV", "output_gate": "HV*V"})
     check_tokens(c, FUSED_HEAD_DIMS, "raw_g", "raw_beta", "state")
-    D, dtype = c.sizes["D"], c.q.dtype
+    D, dtypes = c.sizes["D"], (FLOAT32, c.q.dtype)
     # three weights side by side, where q, k and v have as many channels
-    equal = c.q.shape[2:].numel() == c.v.shape[2:].numel()
-    c.sizes["D/3"] = D // 3 if equal else 0
-    c.require("weight", ("D W", "D 1 W", "3 W D/3"), FLOAT32, dtype)
+    c.sizes["D/3"] = D // 3 if c.q.shape[2:].numel() == c.v.shape[2:].numel() else 0
+    c.require("weight", ("D W", "D 1 W", "3 W D/3"), *dtypes)
     check_taps(c)
-    c.check("bias", "D", FLOAT32, dtype)
-    c.require("conv_state", "slots D L", FLOAT32, dtype, written=True)
-    least = c.sizes["W"] - 1 + spec
-    if c.sizes["L"] < least:
-        wanted = f"of at least W - 1 + num_spec_tokens = {least} inputs of a channel"
-        raise wrong("conv_state", shape_of(c.conv_state), wanted)
+    c.check("bias", "D", *dtypes)
+    c.require("conv_state", "slots D L", *dtypes, written=True)
+    W, L = c.sizes["W"], c.sizes["L"]
+    rule("conv_state", W - 1 + spec <= L, f"of at least W - 1 + num_spec_tokens = {W - 1 + spec} inputs", f"{L} inputs")
 
     state, replayed = "HV V K" if c.state_v_first else "HV K V", c.intermediate_states is not None
-    c.require("state", f"slots {state}", *state_dtypes(dtype), dense=3, written=not replayed)
+    c.require("state", f"slots {state}", *state_dtypes(c.q.dtype), dense=3, written=not replayed)
     # a slot for each state that is stored
     targets = "N" if c.num_spec_tokens is None or replayed else "N 1+num_spec_tokens"
     c.require("state_indices", targets, *INTS)
     c.check("num_accepted_tokens", "N", *INTS)
-    c.require("output_gate", "B T HV V", dtype)
-    c.require("norm_weight", "V", FLOAT32, dtype)
-    c.sizes["width"] = record_width(c.sizes["K"], c.sizes["V"])
+    c.require("output_gate", "B T HV V", c.q.dtype)
+    c.require("norm_weight", "V", *dtypes)
     check_intermediates(c, "state", "rows 1+num_spec_tokens HV width")
-    c.check("output", "B T HV V", wider(dtype), dtype, dense=1, written=True)
+    c.check("output", "B T HV V", wider(c.q.dtype), c.q.dtype, dense=1, written=True)
     c.refuse_gradients(NO_GRADIENTS["fused_decode"])
     # `[parts, channels, W]`: one part, or three side by side
     parts = c.weight.shape[0] == 3 and c.weight.shape[1] != 1
-    c.weight = c.weight.mT if parts else c.weight.reshape(1, D, c.sizes["W"])
-    canonical(c, "raw_g")
-    t = c.by_role(FusedTensors, FUSED_NAMES)
-    settings = attention_settings(c, gate, c.beta_is_logit)
-    others = dict(spec_tokens=spec, update_state=not replayed, eps=float(c.norm_eps))
-    return step_problem(t, operation="fused_decode", **settings, **others), t
+    c.weight = c.weight.mT if parts else c.weight.reshape(1, D, W)
+    settings = attention_settings(c, gate, c.beta_is_logit, "raw_g")
+    settings |= dict(spec_tokens=spec, update_state=not replayed, eps=float(c.norm_eps))
+    return c.made(FusedProblem, FusedTensors, FUSED_NAMES, operation="fused_decode", **settings)
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------------
@@ -875,7 +806,7 @@ COMMIT = Operation(
     validate_commit,
     ("intermediate_states", "initial_state"),
     DECODE_NAMES,
-    reads=lambda c: None if has_records(c.intermediate_states) else "intermediate_states",
+    reads=lambda c: None if is_record(c.intermediate_states) else "intermediate_states",
 )
 PREFILL = Operation("prefill", validate_prefill)
 WY = Operation("wy", validate_wy)

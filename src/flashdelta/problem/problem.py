@@ -6,8 +6,9 @@ attention. Symbols as in docs/algorithm.md: `N` sequences (`B`, or `len(cu_seqle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class Tensors:
     """The tensors of a call by role, in canonical shape. `do`, `dht`: incoming gradients of a backward pass; `out`,
     `final_state`: what the caller wants written, and gets back."""
 
+    PRIMARY: ClassVar[str] = "q"
     do: Tensor | None = None
     dht: Tensor | None = None
     out: Tensor | None = None
@@ -61,7 +63,7 @@ class Tensors:
     @property
     def primary(self) -> Tensor:
         """Tells where the call runs: its queries, the layer's input, or the pool of a commit."""
-        raise NotImplementedError
+        return getattr(self, self.PRIMARY)
 
     @property
     def device(self) -> torch.device:
@@ -73,10 +75,7 @@ class NormTensors(Tensors):
     x: Tensor
     z: Tensor
     weight: Tensor
-
-    @property
-    def primary(self) -> Tensor:
-        return self.x
+    PRIMARY = "x"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +97,7 @@ class ConvolutionTensors(SequenceTensors):
     x: Tensor
     weight: Tensor
     bias: Tensor | None = None
-
-    @property
-    def primary(self) -> Tensor:
-        return self.x
+    PRIMARY = "x"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +111,6 @@ class AttentionTensors(SequenceTensors):
     beta: Tensor
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
-
-    @property
-    def primary(self) -> Tensor:
-        return self.q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +165,7 @@ class CommitTensors(Tensors):
     num_accepted_tokens: Tensor
     intermediate_states: Tensor
     intermediate_indices: Tensor | None = None
-
-    @property
-    def primary(self) -> Tensor:
-        return self.state_pool
+    PRIMARY = "state_pool"
 
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "border")
@@ -205,8 +194,40 @@ class Result(NamedTuple):
     zeroed: bool = False
 
 
-FACT = {"fact": True}
-"""Marks a field of a problem that its tensors tell. The others are settings."""
+def requires_grad(t: Tensors) -> bool:
+    return torch.is_grad_enabled() and any([x.requires_grad for x in t.present().values()])
+
+
+def number_of_sequences(t: Any) -> int:
+    if isinstance(t, CommitTensors):
+        return t.state_indices.shape[0]
+    return t.primary.shape[0] if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
+
+
+def states_of(t: Any) -> list[Tensor]:
+    """The states that a call has: the first tells their dtype, and the length of a convolution's."""
+    roles = ("state_pool", "source_pool", "initial_state", "final_state")
+    return [x for role in roles if (x := getattr(t, role, None)) is not None]
+
+
+def state_dtype(t: Any) -> torch.dtype:
+    none = t.x.dtype if isinstance(t, ConvolutionTensors) else wider(t.primary.dtype)
+    return next((x.dtype for x in states_of(t)), none)
+
+
+def state_length(t: ConvolutionTensors) -> int:
+    states = [*states_of(t), *([] if t.checkpoint_states is None else [t.checkpoint_states])]
+    return states[0].shape[2] if states else t.weight.shape[-1] - 1
+
+
+def is_record(states: Tensor | None) -> bool:
+    """Whether `intermediate_states` is a replay buffer, `[rows, 1 + S, HV, record_width]`, and not of states."""
+    return states is not None and states.dim() == 4
+
+
+def told(by: Callable[[Any], Any]) -> Any:
+    """A field that the tensors tell. The others are settings."""
+    return field(metadata={"told": by})
 
 
 def settings_of(family: type[Problem]) -> dict[str, str]:
@@ -223,9 +244,9 @@ class Problem:
     """A call, validated. `dtype`: of its tokens; `output_dtype`: of `o`, which `out` may have in float32."""
 
     operation: str
-    dtype: torch.dtype = field(metadata=FACT)
-    output_dtype: torch.dtype = field(metadata=FACT)
-    requires_grad: bool = field(metadata=FACT)
+    dtype: torch.dtype = told(lambda t: t.primary.dtype)
+    output_dtype: torch.dtype = told(lambda t: t.primary.dtype if t.out is None else t.out.dtype)
+    requires_grad: bool = told(requires_grad)
 
     @property
     def is_empty(self) -> bool:
@@ -243,8 +264,9 @@ class NormProblem(Problem):
 
     activation: str
     eps: float
-    shape: tuple[int, ...] = field(metadata=FACT)
-    V: int = field(metadata=FACT)
+    output_dtype: torch.dtype = told(lambda t: t.z.dtype)
+    shape: tuple[int, ...] = told(lambda t: tuple(t.x.shape))
+    V: int = told(lambda t: t.x.shape[-1])
 
     @property
     def is_empty(self) -> bool:
@@ -260,9 +282,9 @@ class PoolProblem(Problem):
     0, or 0 too. `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both."""
 
     null_index: str = "negative"
-    N: int = field(metadata=FACT)
-    state_dtype: torch.dtype = field(metadata=FACT)
-    pool_slots: int = field(metadata=FACT)
+    N: int = told(number_of_sequences)
+    state_dtype: torch.dtype = told(state_dtype)
+    pool_slots: int = told(lambda t: 0 if t.state_pool is None else t.state_pool.shape[0])
 
     @property
     def lowest_index(self) -> int:
@@ -282,14 +304,14 @@ class SequenceProblem(PoolProblem):
 
     output_final_state: bool = False
     checkpoint_every: int = 0
-    B: int = field(metadata=FACT)
-    T: int = field(metadata=FACT)
-    packed: bool = field(metadata=FACT)
-    final_dtype: torch.dtype = field(metadata=FACT)
-    has_initial_state: bool = field(metadata=FACT)
-    has_pool: bool = field(metadata=FACT)
-    checkpoints: int = field(metadata=FACT)
-    checkpoint_rows: int | None = field(metadata=FACT)
+    B: int = told(lambda t: t.primary.shape[0])
+    T: int = told(lambda t: t.primary.shape[1])
+    packed: bool = told(lambda t: t.cu_seqlens is not None)
+    final_dtype: torch.dtype = told(lambda t: state_dtype(t) if t.final_state is None else t.final_state.dtype)
+    has_initial_state: bool = told(lambda t: t.initial_state is not None)
+    has_pool: bool = told(lambda t: t.state_pool is not None)
+    checkpoints: int = told(lambda t: 0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1])
+    checkpoint_rows: int | None = told(lambda t: None if t.checkpoint_states is None else t.checkpoint_states.shape[0])
 
     @property
     def is_empty(self) -> bool:
@@ -316,9 +338,9 @@ class ConvolutionProblem(SequenceProblem):
     """`D` channels, `taps` of the filters, and `state_length` inputs that a state holds."""
 
     activation: str = "none"
-    D: int = field(metadata=FACT)
-    taps: int = field(metadata=FACT)
-    state_length: int = field(metadata=FACT)
+    D: int = told(lambda t: t.x.shape[2])
+    taps: int = told(lambda t: t.weight.shape[-1])
+    state_length: int = told(state_length)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -347,14 +369,14 @@ class AttentionProblem(SequenceProblem):
     beta_kind: str = "value"
     l2norm: bool = False
     state_v_first: bool = False
-    H: int = field(metadata=FACT)
-    HV: int = field(metadata=FACT)
-    K: int = field(metadata=FACT)
-    V: int = field(metadata=FACT)
-    g_dtype: torch.dtype = field(metadata=FACT)
-    beta_dtype: torch.dtype = field(metadata=FACT)
-    has_A_log: bool = field(metadata=FACT)
-    has_dt_bias: bool = field(metadata=FACT)
+    H: int = told(lambda t: t.q.shape[2])
+    HV: int = told(lambda t: t.v.shape[2])
+    K: int = told(lambda t: t.q.shape[3])
+    V: int = told(lambda t: t.v.shape[3])
+    g_dtype: torch.dtype = told(lambda t: t.g.dtype)
+    beta_dtype: torch.dtype = told(lambda t: t.beta.dtype)
+    has_A_log: bool = told(lambda t: t.A_log is not None)
+    has_dt_bias: bool = told(lambda t: t.dt_bias is not None)
 
     @property
     def group(self) -> int:
@@ -378,14 +400,13 @@ class AttentionProblem(SequenceProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkProblem(AttentionProblem):
-    """Whole sequences in chunks: `chunk`, `prefill`, `wy`.
+    """Whole sequences in chunks: `chunk`, `prefill`.
 
     `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO` (`split.py`), for which the host may know
     bounds on the chunks of the longest sequence and of all (`split.known_lengths`, else 0). Of prefills in float32:
     `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch row of its own). Of calls
     over several ranks: the name of the `process_group`, this process' `rank` in it, how many `ranks` it has, and the way of
-    their `exchange`, of which states go by `relay` where there are two (`parallel/`). Of stage WY: `rows`, chunks that `h` and
-    `dh` hold of a batch row, whose dtypes, with A's, are `state_dtype`, `state_grad_dtype` and `A_dtype`.
+    their `exchange`, of which states go by `relay` where there are two (`parallel/`).
     """
 
     chunk_size: int = 64
@@ -402,9 +423,6 @@ class ChunkProblem(AttentionProblem):
     ranks: int = 1
     exchange: str = "gather"
     relay: bool = True
-    A_dtype: torch.dtype = field(metadata=FACT)
-    state_grad_dtype: torch.dtype = field(metadata=FACT)
-    rows: int = field(metadata=FACT)
 
     @property
     def slots(self) -> int:
@@ -435,12 +453,6 @@ class ChunkProblem(AttentionProblem):
         return self.requires_grad and self.disable_recompute
 
     def results(self) -> dict[str, Result]:
-        tokens = (self.B, self.T, self.HV)
-        if self.operation == "wy":
-            wide = wider(self.dtype)
-            keys, squares = Result((*tokens, self.K), wide), Result((*tokens, self.chunk_size), wide)
-            values = Result((*tokens, self.V), self.dtype)
-            return {"dq": keys, "dk": keys, "dv": values, "dbeta": Result(tokens, wide), "dg": keys, "dA": squares}
         if self.operation == "prefill":
             rows = (self.B // self.heads, self.heads)
             chunks = (*rows, self.slots, self.chunk_size)
@@ -455,21 +467,34 @@ class ChunkProblem(AttentionProblem):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WyProblem(ChunkProblem):
+    """`rows`: chunks that `h` and `dh` hold of a batch row, whose dtypes are `state_dtype` and `state_grad_dtype`."""
+
+    state_dtype: torch.dtype = told(lambda t: t.h.dtype)
+    state_grad_dtype: torch.dtype = told(lambda t: t.dh.dtype)
+    A_dtype: torch.dtype = told(lambda t: t.A.dtype)
+    rows: int = told(lambda t: t.h.shape[1])
+
+    def results(self) -> dict[str, Result]:
+        tokens, wide = (self.B, self.T, self.HV), wider(self.dtype)
+        keys, squares = Result((*tokens, self.K), wide), Result((*tokens, self.chunk_size), wide)
+        values = Result((*tokens, self.V), self.dtype)
+        return {"dq": keys, "dk": keys, "dv": values, "dbeta": Result(tokens, wide), "dg": keys, "dA": squares}
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepProblem(AttentionProblem):
     """Token by token: `recurrent`, `decode`, `fused_decode`.
 
     `spec_tokens`: speculative tokens per sequence; without `update_state` the pool is only read. `has_intermediate`: the caller
-    passed `intermediate_states`, of so many `rows`; `has_records`: which is a replay buffer. Of a step of the layer: `taps` of
-    the convolution, and `eps` of the norm.
+    passed `intermediate_states`, of so many `rows`; `has_records`: which is a replay buffer.
     """
 
     spec_tokens: int = 0
     update_state: bool = True
-    eps: float = 0.0
-    taps: int = field(metadata=FACT)
-    has_intermediate: bool = field(metadata=FACT)
-    has_records: bool = field(metadata=FACT)
-    rows: int = field(metadata=FACT)
+    has_intermediate: bool = told(lambda t: t.intermediate_states is not None)
+    has_records: bool = told(lambda t: is_record(t.intermediate_states))
+    rows: int = told(lambda t: 0 if t.intermediate_states is None else t.intermediate_states.shape[0])
 
     @property
     def most_tokens(self) -> int:
@@ -484,16 +509,24 @@ class StepProblem(AttentionProblem):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusedProblem(StepProblem):
+    """A step of the layer: `taps` of the convolution, `eps` of the norm."""
+
+    eps: float
+    taps: int = told(lambda t: t.weight.shape[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
 class CommitProblem(PoolProblem):
     """The end of a read-only verification of `1 + spec_tokens` tokens: `rows` of states, or of records."""
 
     spec_tokens: int
     state_v_first: bool
-    HV: int = field(metadata=FACT)
-    K: int = field(metadata=FACT)
-    V: int = field(metadata=FACT)
-    has_records: bool = field(metadata=FACT)
-    rows: int = field(metadata=FACT)
+    K: int
+    V: int
+    HV: int = told(lambda t: t.state_pool.shape[1])
+    has_records: bool = told(lambda t: is_record(t.intermediate_states))
+    rows: int = told(lambda t: t.intermediate_states.shape[0])
 
     @property
     def is_empty(self) -> bool:
@@ -526,105 +559,13 @@ def record_counts(problem: StepProblem | CommitProblem, records: Tensor) -> Tens
     return records[:, 0, :, begin : begin + RECORD_COUNTS]
 
 
-# ---- from tensors to problems ---------------------------------------------------------------------------------------------
+P = TypeVar("P", bound=Problem)
+
+FAMILIES = (NormProblem, ConvolutionProblem, ChunkProblem, WyProblem, StepProblem, FusedProblem, CommitProblem)
+TOLD = {family: {f.name: f.metadata["told"] for f in fields(family) if f.metadata} for family in FAMILIES}
+"""How each family's tensors tell the fields that are no settings."""
 
 
-def requires_grad(t: Tensors) -> bool:
-    return torch.is_grad_enabled() and any([x.requires_grad for x in t.present().values()])
-
-
-def has_records(states: Tensor | None) -> bool:
-    """Whether `intermediate_states` is a replay buffer, `[rows, 1 + S, HV, record_width]`, and not of states."""
-    return states is not None and states.dim() == 4
-
-
-def sequence_facts(t: SequenceTensors, dtype: torch.dtype, *states: Tensor | None) -> dict[str, Any]:
-    """`dtype`: of states where there are none. `states`: further ones that may tell it."""
-    present = [x for x in (t.state_pool, *states, t.initial_state, t.final_state) if x is not None]
-    state_dtype = present[0].dtype if present else dtype
-    B = t.primary.shape[0]
-    return dict(
-        B=B,
-        T=t.primary.shape[1],
-        N=B if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1,
-        packed=t.cu_seqlens is not None,
-        dtype=t.primary.dtype,
-        output_dtype=t.primary.dtype if t.out is None else t.out.dtype,
-        requires_grad=requires_grad(t),
-        state_dtype=state_dtype,
-        final_dtype=state_dtype if t.final_state is None else t.final_state.dtype,
-        has_initial_state=t.initial_state is not None,
-        has_pool=t.state_pool is not None,
-        pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],
-        checkpoints=0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1],
-        checkpoint_rows=None if t.checkpoint_states is None else t.checkpoint_states.shape[0],
-    )
-
-
-def attention_facts(t: AttentionTensors, *states: Tensor | None) -> dict[str, Any]:
-    return sequence_facts(t, wider(t.q.dtype), *states) | dict(
-        H=t.q.shape[2],
-        K=t.q.shape[3],
-        HV=t.v.shape[2],
-        V=t.v.shape[3],
-        g_dtype=t.g.dtype,
-        beta_dtype=t.beta.dtype,
-        has_A_log=t.A_log is not None,
-        has_dt_bias=t.dt_bias is not None,
-    )
-
-
-def chunk_problem(t: ChunkTensors, **settings: Any) -> ChunkProblem:
+def problem_of(family: type[P], t: Tensors, **settings: Any) -> P:
     """The problem of tensors already validated."""
-    wide = wider(t.q.dtype)
-    return ChunkProblem(**settings, **attention_facts(t), A_dtype=wide, state_grad_dtype=wide, rows=0)
-
-
-def wy_problem(t: WyTensors, **settings: Any) -> ChunkProblem:
-    own = dict(A_dtype=t.A.dtype, state_grad_dtype=t.dh.dtype, rows=t.h.shape[1])
-    return ChunkProblem(**settings, **attention_facts(t, t.h), **own)
-
-
-def step_problem(t: StepTensors, **settings: Any) -> StepProblem:
-    states = t.intermediate_states
-    return StepProblem(
-        **settings,
-        **attention_facts(t, t.source_pool),
-        has_intermediate=states is not None,
-        has_records=has_records(states),
-        rows=0 if states is None else states.shape[0],
-        taps=t.weight.shape[-1] if isinstance(t, FusedTensors) else 0,
-    )
-
-
-def commit_problem(t: CommitTensors, **settings: Any) -> CommitProblem:
-    pool = t.state_pool
-    K, V = pool.shape[:1:-1] if settings["state_v_first"] else pool.shape[2:]
-    return CommitProblem(
-        **settings,
-        N=t.state_indices.shape[0],
-        HV=pool.shape[1],
-        K=K,
-        V=V,
-        dtype=pool.dtype,
-        output_dtype=pool.dtype,
-        state_dtype=pool.dtype,
-        requires_grad=False,
-        pool_slots=pool.shape[0],
-        has_records=has_records(t.intermediate_states),
-        rows=t.intermediate_states.shape[0],
-    )
-
-
-def convolution_problem(t: ConvolutionTensors, **settings: Any) -> ConvolutionProblem:
-    taps = t.weight.shape[-1]
-    states = (t.state_pool, t.initial_state, t.final_state, t.checkpoint_states)
-    length = next((x.shape[2] for x in states if x is not None), taps - 1)
-    facts = sequence_facts(t, t.x.dtype)
-    return ConvolutionProblem(**settings, **facts, D=t.x.shape[2], taps=taps, state_length=length)
-
-
-def norm_problem(t: NormTensors, **settings: Any) -> NormProblem:
-    shape = tuple(t.x.shape)
-    dtypes = dict(dtype=t.x.dtype, output_dtype=t.z.dtype)
-    return NormProblem(**settings, **dtypes, shape=shape, V=shape[-1], requires_grad=requires_grad(t))
+    return family(**settings, **{name: tell(t) for name, tell in TOLD[family].items()})

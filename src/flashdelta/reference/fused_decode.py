@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import (
+    ConvolutionProblem,
     ConvolutionTensors,
+    FusedProblem,
     FusedTensors,
+    NormProblem,
     NormTensors,
-    StepProblem,
-    convolution_problem,
-    norm_problem,
+    problem_of,
 )
 from .convolution import short_convolution
 from .decode import decode_kda
@@ -30,7 +31,7 @@ from .sequences import few_tokens, offsets_of
 from .states import named_slots, store_rows
 
 
-def fused_kda_decode(problem: StepProblem, t: FusedTensors) -> tuple[Tensor, None, None]:
+def fused_kda_decode(problem: FusedProblem, t: FusedTensors) -> tuple[Tensor, None, None]:
     """`(o [B, T, HV, V], None, None)`; states and windows go to the pools, or records to `intermediate_states`."""
     dtype = compute_dtype(problem)
     live, slot, shift = _sequences(problem, t)
@@ -40,7 +41,9 @@ def fused_kda_decode(problem: StepProblem, t: FusedTensors) -> tuple[Tensor, Non
     rows = ConvolutionTensors(
         x=x, weight=t.weight.reshape(-1, problem.taps), bias=t.bias, initial_state=history, cu_seqlens=t.cu_seqlens
     )
-    mixed, _, _ = short_convolution(convolution_problem(rows, operation="short_convolution", activation="silu"), rows)
+    mixed, _, _ = short_convolution(
+        problem_of(ConvolutionProblem, rows, operation="short_convolution", activation="silu"), rows
+    )
     q, k, v = (part.view_as(whole) for part, whole in zip(mixed.split(channels, dim=2), (t.q, t.k, t.v)))
     # null sequences by index: a count outside 1 .. 1 + S makes one, too
     indices = torch.where(live if t.state_indices.dim() == 1 else live[:, None], t.state_indices, -1)
@@ -48,14 +51,14 @@ def fused_kda_decode(problem: StepProblem, t: FusedTensors) -> tuple[Tensor, Non
         replace(problem, dtype=dtype, output_dtype=dtype), replace(t, q=q, k=k, v=v, state_indices=indices)
     )
     outputs = NormTensors(x=o, z=t.z, weight=t.norm_weight)
-    norm = norm_problem(outputs, operation="gated_rms_norm", activation="sigmoid", eps=problem.eps)
+    norm = problem_of(NormProblem, outputs, operation="gated_rms_norm", activation="sigmoid", eps=problem.eps)
     normed, _, _ = gated_rms_norm(replace(norm, output_dtype=problem.output_dtype), outputs)
     _roll(problem, t, live, slot, history, x.flatten(0, 1))
     null = (o == 0).all(-1, keepdim=True)  # whatever the gate of a null sequence holds
     return torch.where(null, 0.0, normed), None, None
 
 
-def _sequences(problem: StepProblem, t: FusedTensors) -> tuple[Tensor, Tensor, Tensor]:
+def _sequences(problem: FusedProblem, t: FusedTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Which sequences are not null, the index of the slot of their window, and the place where that begins."""
     index = t.state_indices
     count = torch.ones_like(index[:, 0] if index.dim() == 2 else index)
@@ -69,7 +72,7 @@ def _sequences(problem: StepProblem, t: FusedTensors) -> tuple[Tensor, Tensor, T
     return live, first, shift
 
 
-def _windows(problem: StepProblem, t: FusedTensors, live: Tensor, slot: Tensor, shift: Tensor) -> Tensor:
+def _windows(problem: FusedProblem, t: FusedTensors, live: Tensor, slot: Tensor, shift: Tensor) -> Tensor:
     """The last `W - 1` inputs of each sequence, `[N, D, W - 1]`; zeros for null ones."""
     pool, W = t.conv_state, problem.taps
     if pool.shape[0] == 0:
@@ -79,7 +82,7 @@ def _windows(problem: StepProblem, t: FusedTensors, live: Tensor, slot: Tensor, 
     return torch.where(live[:, None, None], rows.gather(2, place.expand(-1, pool.shape[1], -1)), 0.0)
 
 
-def _roll(problem: StepProblem, t: FusedTensors, live: Tensor, slot: Tensor, history: Tensor, x: Tensor) -> None:
+def _roll(problem: FusedProblem, t: FusedTensors, live: Tensor, slot: Tensor, history: Tensor, x: Tensor) -> None:
     """Moves the windows on, by one place for the sequence's first token; further ones follow it."""
     pool, W = t.conv_state, problem.taps
     if pool.shape[0] == 0 or len(slot) == 0 or len(x) == 0:

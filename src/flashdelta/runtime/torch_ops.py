@@ -7,7 +7,7 @@ other programs call by its name, takes a call as its caller made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,25 +17,20 @@ from torch import Tensor
 from .. import backends
 from ..problem import problem as families
 from ..problem.operations import BY_NAME
-from ..problem.problem import BACKWARD, INPUTS, LAYER_INPUTS, Problem, Tensors, required_roles, settings_of
+from ..problem.problem import BACKWARD, INPUTS, LAYER_INPUTS, Problem, Tensors, problem_of, required_roles, settings_of
 from .autograd import refuse_second
 
 
 class Family(NamedTuple):
-    """Its tensors, its problems, and what makes the one of the other."""
-
-    tensors: type[Tensors]
     problem: type[Problem]
-    make: Callable[..., Problem]
+    tensors: type[Tensors]
 
 
-CHUNK = Family(families.ChunkTensors, families.ChunkProblem, families.chunk_problem)
-WY = Family(families.WyTensors, families.ChunkProblem, families.wy_problem)
-STEP = Family(families.StepTensors, families.StepProblem, families.step_problem)
-FUSED = Family(families.FusedTensors, families.StepProblem, families.step_problem)
-COMMIT = Family(families.CommitTensors, families.CommitProblem, families.commit_problem)
-CONVOLUTION = Family(families.ConvolutionTensors, families.ConvolutionProblem, families.convolution_problem)
-NORM = Family(families.NormTensors, families.NormProblem, families.norm_problem)
+CHUNK_FAMILY = Family(families.ChunkProblem, families.ChunkTensors)
+STEP_FAMILY = Family(families.StepProblem, families.StepTensors)
+FUSED_FAMILY = Family(families.FusedProblem, families.FusedTensors)
+COMMIT_FAMILY = Family(families.CommitProblem, families.CommitTensors)
+CONVOLUTION_FAMILY = Family(families.ConvolutionProblem, families.ConvolutionTensors)
 
 POOL = ("state_pool", "state_indices", "has_initial_state")
 CHECKPOINTS = ("checkpoint_offsets", "checkpoint_indices", "checkpoint_states")
@@ -76,7 +71,7 @@ class Operator:
         n = len(self.roles)
         t = self.family.tensors(**dict(zip(self.roles, arguments[:n])))
         *settings, backend = arguments[n:]
-        return self.family.make(t, **dict(zip(self.settings, settings))), t, backend
+        return problem_of(self.family.problem, t, **dict(zip(self.settings, settings))), t, backend
 
     def run(self, *arguments: Any) -> Any:
         problem, t, backend = self.unpacked(arguments)
@@ -102,29 +97,33 @@ class Operator:
 
 RESULTS = ("o", "final_state", "h")
 WRITTEN = ("state_pool", "out", "final_state")
-FORWARD = Operator("kda_forward", CHUNK, INPUTS, RESULTS)
+FORWARD = Operator("kda_forward", CHUNK_FAMILY, INPUTS, RESULTS)
 FORWARD_OUT = Operator(
     "kda_forward_out",
-    CHUNK,
+    CHUNK_FAMILY,
     (*INPUTS, *POOL, *CHECKPOINTS, "out", "final_state"),
     RESULTS,
     writes=(*WRITTEN, "checkpoint_states"),
 )
-STEP_FORWARD = Operator("kda_step", STEP, INPUTS[:-1], RESULTS[:-1])
+STEP_FORWARD = Operator("kda_step", STEP_FAMILY, INPUTS[:-1], RESULTS[:-1])
 STEP_OUT, VERIFY = (
-    Operator(name, STEP, (*INPUTS[:-1], *POOL, *SPECULATIVE, "out", "final_state"), RESULTS[:-1], writes=writes)
+    Operator(name, STEP_FAMILY, (*INPUTS[:-1], *POOL, *SPECULATIVE, "out", "final_state"), RESULTS[:-1], writes=writes)
     for name, writes in (("kda_step_out", WRITTEN), ("kda_verify", ("out", "intermediate_states")))
 )
 COMMIT_ROLES = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
-COMMIT_STATES = Operator("kda_commit", COMMIT, COMMIT_ROLES, (), writes=("state_pool",))
-COMMIT_RECORDS = Operator("kda_commit_records", COMMIT, COMMIT_ROLES, (), writes=("state_pool", "intermediate_states"))
+COMMIT_STATES = Operator("kda_commit", COMMIT_FAMILY, COMMIT_ROLES, (), writes=("state_pool",))
+COMMIT_RECORDS = Operator(
+    "kda_commit_records", COMMIT_FAMILY, COMMIT_ROLES, (), writes=("state_pool", "intermediate_states")
+)
 WY_ROLES = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
-BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY, WY_ROLES, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
-GATED_RMS_NORM = Operator("gated_rms_norm", NORM, LAYER_INPUTS["gated_rms_norm"], ("o",))
-SHORT_CONVOLUTION = Operator("short_convolution", CONVOLUTION, LAYER_INPUTS["short_convolution"], ("o", "final_state"))
-SHORT_CONVOLUTION_OUT = Operator(
+WY_FAMILY = Family(families.WyProblem, families.WyTensors)
+BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY_FAMILY, WY_ROLES, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
+NORM_FAMILY = Family(families.NormProblem, families.NormTensors)
+NORM = Operator("gated_rms_norm", NORM_FAMILY, LAYER_INPUTS["gated_rms_norm"], ("o",))
+CONVOLUTION = Operator("short_convolution", CONVOLUTION_FAMILY, LAYER_INPUTS["short_convolution"], ("o", "final_state"))
+CONVOLUTION_OUT = Operator(
     "short_convolution_out",
-    CONVOLUTION,
+    CONVOLUTION_FAMILY,
     (*LAYER_INPUTS["short_convolution"], *POOL, *CHECKPOINTS, "out", "final_state"),
     ("o", "final_state"),
     writes=(*WRITTEN, "checkpoint_states"),
@@ -134,7 +133,7 @@ FUSED_ROLES = (
     *("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices", "out"),
 )
 FUSED_DECODE, FUSED_VERIFY = (
-    Operator(name, FUSED, FUSED_ROLES, ("o",), writes=("conv_state", own, "out"))
+    Operator(name, FUSED_FAMILY, FUSED_ROLES, ("o",), writes=("conv_state", own, "out"))
     for name, own in (("fused_kda_decode", "state_pool"), ("fused_kda_verify", "intermediate_states"))
 )
 
@@ -152,8 +151,8 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
     if isinstance(problem, families.ChunkProblem):
         return BACKWARD_WY if problem.operation == "wy" else FORWARD_OUT if writes else FORWARD
     if isinstance(problem, families.NormProblem):
-        return GATED_RMS_NORM
-    return SHORT_CONVOLUTION_OUT if writes else SHORT_CONVOLUTION
+        return NORM
+    return CONVOLUTION_OUT if writes else CONVOLUTION
 
 
 def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
@@ -222,8 +221,8 @@ GRADIENTS = {
     forward.name: Gradients(name, forward)
     for name, forward in (
         ("kda_backward", FORWARD),
-        ("gated_rms_norm_backward", GATED_RMS_NORM),
-        ("short_convolution_backward", SHORT_CONVOLUTION),
+        ("gated_rms_norm_backward", NORM),
+        ("short_convolution_backward", CONVOLUTION),
     )
 }
 """By the name of the operator."""

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import FusedTensors, StepProblem
+from ..problem.problem import FusedProblem, FusedTensors
 from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from .decode import (
@@ -374,7 +374,7 @@ ONE_WAVE = 396
 """CTAs of four warps with 168 registers a thread that an H100 or H200 holds at the same time, three an SM."""
 
 
-def fused_config(problem: StepProblem, arch: int) -> FusedConfig:
+def fused_config(problem: FusedProblem, arch: int) -> FusedConfig:
     """With a thread for each channel, rows of q, k, v and their windows are read once, and it has up to 128 elements of a
     state. For one token two threads share a channel, in chains half as long; but where states in bfloat16 come in more than
     one wave, three CTAs of four warps an SM have more of them in flight."""
@@ -388,7 +388,7 @@ def fused_config(problem: StepProblem, arch: int) -> FusedConfig:
     return FusedConfig(warps, 4, many, 255)
 
 
-def fused_kda_decode(problem: StepProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch]:
+def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch]:
     c, o = fused_config(problem, arch), outputs["o"]
     overlaps = arch >= 90
     launch = Launch(
@@ -418,7 +418,7 @@ def fused_kda_decode(problem: StepProblem, t: FusedTensors, arch: int, outputs: 
     return [launch]
 
 
-def arguments(problem: StepProblem, t: FusedTensors, o: Tensor) -> tuple:
+def arguments(problem: FusedProblem, t: FusedTensors, o: Tensor) -> tuple:
     """As the kernel takes them."""
     assert t.state_pool is not None and t.state_indices is not None
     stored, targets = t.state_pool, t.state_indices
@@ -435,7 +435,7 @@ def arguments(problem: StepProblem, t: FusedTensors, o: Tensor) -> tuple:
     )
 
 
-def filter_offsets(problem: StepProblem, weight: Tensor) -> tuple[int, int]:
+def filter_offsets(problem: FusedProblem, weight: Tensor) -> tuple[int, int]:
     """Elements from the first filter of q to those of k and v."""
     if weight.shape[0] == 3:
         return weight.stride(0), 2 * weight.stride(0)

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..problem.problem import ChunkProblem, WyTensors
+from ..problem.problem import ChunkProblem, WyProblem, WyTensors
 from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from ..program.workspace import new
@@ -430,7 +430,7 @@ def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: to
     return replace(launch, scratch=(*x.kept(), *parts.buffers))
 
 
-def wy_dqkg(problem: ChunkProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
+def wy_dqkg(problem: WyProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`."""
     x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
     results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
