@@ -33,11 +33,9 @@ def is_plain(x: object) -> bool:
 
 def resolved(x: Tensor) -> Tensor:
     """`x` as memory has it; with memory, if it is known to be zeros. A traced call sees neither."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not (x._is_zerotensor() or x.is_neg()):
         return x
-    if x._is_zerotensor():
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return x.resolve_neg() if x.is_neg() else x
+    return x.resolve_neg() if x.is_neg() else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
 # ---- options ------------------------------------------------------------------------------------------------------------
@@ -172,7 +170,10 @@ class Arguments:
             return
         check_tensor(name, x)
         shapes = (shape,) if isinstance(shape, str) else shape
-        if not any([self.fits(each.split(), x.shape) for each in shapes]):
+        for each in shapes:
+            if self.fits(each.split(), x.shape):
+                break
+        else:
             raise wrong(name, shape_of(x), f"of shape {' or '.join([self.described(each) for each in shapes])}")
         if x.dtype not in dtypes:
             allowed = " or ".join([dtype_name(dtype) for dtype in dict.fromkeys(dtypes)])
@@ -200,9 +201,9 @@ class Arguments:
         """Whether a tensor of this shape has these dimensions; if so, binds the symbols that are new."""
         if len(symbols) != len(shape):
             return False
-        new = {}
+        new, sizes = {}, self.sizes
         for symbol, n in zip(symbols, shape):
-            known = self.size(symbol)
+            known = sizes[symbol] if symbol in sizes else self.size(symbol)
             if known is None:
                 new[symbol] = n
             elif known != n:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Tensors:
     """The tensors of a call by role, in canonical shape. `do`, `dht`: incoming gradients of a backward pass; `out`,
     `final_state`: what the caller wants written, and gets back."""
 
-    PRIMARY: ClassVar[str] = "q"
+    PRIMARY = "q"
     do: Tensor | None = None
     dht: Tensor | None = None
     out: Tensor | None = None
@@ -561,7 +561,9 @@ def record_counts(problem: StepProblem | CommitProblem, records: Tensor) -> Tens
 
 P = TypeVar("P", bound=Problem)
 
-FAMILIES = (NormProblem, ConvolutionProblem, ChunkProblem, WyProblem, StepProblem, FusedProblem, CommitProblem)
+FAMILIES: tuple[type[Problem], ...] = (
+    *(NormProblem, ConvolutionProblem, ChunkProblem, WyProblem, StepProblem, FusedProblem, CommitProblem),
+)
 TOLD = {family: {f.name: f.metadata["told"] for f in fields(family) if f.metadata} for family in FAMILIES}
 """How each family's tensors tell the fields that are no settings."""
 
