@@ -46,12 +46,15 @@ def parse() -> argparse.Namespace:
     add("files", nargs="*", help="of report and docs")
     add("--cases", help="SCENARIO:MODE,... that start together; groups after ';' start when those before have ended")
     add("--waves", type=int, default=1, help="how often processes start anew (default: 1)")
-    add("--rounds", type=int, default=1, help="times that each process measures (default: 1)")
     add("--layers", type=int, help="every fourth is MLA")
     add("--experts", type=int, help="of a layer; 0: dense")
     add("--cache-gib", type=float, help="of each engine")
     add("--limit", type=float, default=3600, help="seconds for everything; what is there by then is reported")
-    add("--work", default=os.environ.get("SERVE_DIR") or os.path.join(tempfile.gettempdir(), "flashdelta_serve"))
+    add(
+        "--work",
+        help="for engines' logs and caches",
+        default=os.environ.get("SERVE_DIR") or os.path.join(tempfile.gettempdir(), "flashdelta_serve"),
+    )
     add("--out", default=os.environ.get("OUT", "."))
     add("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -72,14 +75,16 @@ def child(args: argparse.Namespace) -> None:
     described = models.described(llm)
     if args.what != "memory":
         times.warm(llm, name)
-    measure = times.rounds(llm, name) if args.what == "times" else None
+    rows = times.rows(llm, name) if args.what == "times" else {}
 
     def answers(line: str) -> dict:
         if line == "agree":
             return agree.report(llm, name)
         if line == "memory":
             return filled(llm)
-        return described if measure is None or not line else measure()
+        if line == "rows":
+            return {"rows": [*rows]}
+        return {"found": rows[line]()} if line else described
 
     together.serve_lines(args.child, args.work, answers)
 
@@ -114,23 +119,19 @@ def main() -> int:
                 continue
             workers, said = together.start(group.split(","), arguments, args.work, until - 20)
             found["engines"] |= said
-            for n in range(args.rounds):
-                # in turn, and the other way round in every other wave
-                for worker in workers if (wave + n) % 2 == 0 else workers[::-1]:
-                    answer = worker.ask(args.what, until)
-                    print(worker.case, "measured" if answer else "ended without an answer", flush=True)
-                    if answer is None:
-                        print(*worker.log().splitlines()[-15:], sep="\n", flush=True)
-                    elif args.what == "times":
-                        scenario, mode = worker.case.split(":")
-                        found["samples"].append({"scenario": scenario, "mode": mode, "wave": wave, "rows": answer})
-                    else:
-                        found["reports"][worker.case] = answer
-                    together.write(os.path.join(args.out, f"serve-{args.what}.json"), found)
+            if args.what == "times":
+                times.in_turn(workers, until, wave, found["samples"].append)
+            for worker in workers if args.what != "times" else ():
+                answer = worker.ask(args.what, until)
+                print(worker.case, "measured" if answer else "ended without an answer", flush=True)
+                if answer is None:
+                    print(*worker.log().splitlines()[-15:], sep="\n", flush=True)
+                else:
+                    found["reports"][worker.case] = answer
+                together.write(os.path.join(args.out, f"serve-{args.what}.json"), found)
             for worker in workers:
                 found["compiled"][worker.case] = worker.compiled()
                 worker.end()
-                Path(args.out, f"{worker.case.replace(':', '-')}.log").write_text(worker.log()[-200_000:])
             together.write(os.path.join(args.out, f"serve-{args.what}.json"), found)
     return report([found])
 

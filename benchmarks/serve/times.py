@@ -6,9 +6,11 @@ import functools
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 
 from agree import LAYERS
-from models import SCENARIOS, counters, repeated, run, tokens
+from models import MODES, SCENARIOS, counters, repeated, run, tokens
+from together import Worker
 
 PROMPTS = (1024, 8192, 65536)
 BATCHES = (1, 32, 128)
@@ -20,10 +22,9 @@ RATES = ("tokens/s",)
 """Rows in which more is better begin so."""
 
 
-def rounds(llm, name: str):
-    """Measures once for each time that it is asked: rows by name, in ms or tokens per second."""
-    fresh = itertools.count(10_000)
-    lengths = itertools.count(1)
+def rows(llm, name: str) -> dict[str, Callable[[], float]]:
+    """Measurements by name: each call makes one more, in ms or tokens per second."""
+    fresh, lengths = itertools.count(10_000), itertools.count(1)
 
     def first_token(n: int) -> float:
         return 1e3 * run(llm, [tokens(next(fresh), n)], 1)[0]
@@ -33,8 +34,19 @@ def rounds(llm, name: str):
         first, whole = (run(llm, p, n)[0] for p, n in zip(prompts, (1, 1 + STEPS)))
         return 1e3 * (whole - first) / STEPS
 
-    def host(n: int) -> list[float]:
-        """Of each KDA layer's own code in a prefill, which runs eagerly."""
+    def busy(batch: int) -> float:
+        """The GPU's time in a step: all its kernels."""
+        import torch
+
+        def kernels(n: int) -> float:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+                run(llm, [tokens(next(fresh), 64) for _ in range(batch)], n)
+            return sum(x.self_device_time_total for x in found.key_averages())
+
+        return (kernels(17) - kernels(1)) / 16e3
+
+    def host(n: int) -> float:
+        """A KDA layer's own code in a prefill, which runs eagerly: the median of all layers."""
         layers = llm.apply_model(lambda model: [x for x in model.modules() if type(x).__name__ in LAYERS.values()])[0]
         spans: list[float] = []
 
@@ -45,32 +57,60 @@ def rounds(llm, name: str):
 
         for layer in layers:
             layer._forward = functools.partial(clocked, layer._forward)
-        for _ in range(5):
-            first_token(n)
+        first_token(n)
         for layer in layers:
             del layer._forward
-        return spans
+        return statistics.median(spans)
 
-    def measure() -> dict[str, list[float]]:
-        if SCENARIOS[name].drafts:
-            before = counters(llm, "spec_decode")
-            prompts = [repeated(next(fresh), 512) for _ in range(32)]
-            seconds = run(llm, prompts, 128)[0]
-            after = counters(llm, "spec_decode")
-            counts = {key.removeprefix("spec_decode_"): [after[key] - before.get(key, 0)] for key in after}
-            found = {"tokens/s, 32 drafting requests": [32 * 128 / seconds]}
-            return found | {f"count of {key}": x for key, x in counts.items() if "accepted" in key or "draft" in key}
-        found = {f"first token of {n}": [first_token(n) for _ in range(9 if n < 4096 else 5 if n < 20_000 else 2)]
-                 for n in PROMPTS}  # fmt: skip
-        # each prompt of a length that no call had before
-        found["first token of about 1024, each length new"] = [first_token(1024 - next(lengths)) for _ in range(9)]
-        found["host time of a layer's prefill"] = host(PROMPTS[0])
-        found |= {f"step of {batch}": [step(batch) for _ in range(3)] for batch in BATCHES}
-        long = [tokens(next(fresh), LONG) for _ in range(REQUESTS)]
-        rate = REQUESTS * (LONG + SHORT) / run(llm, long, SHORT)[0]
-        return found | {f"tokens/s, {REQUESTS} requests of {LONG} in, {SHORT} out": [rate]}
+    def rate(prompts: list[list[int]], n: int) -> float:
+        return sum(len(p) + n for p in prompts) / run(llm, prompts, n)[0]
 
-    return measure
+    def drafting(kind: str) -> float:
+        """Accepted tokens per draft, or tokens per second."""
+        before = counters(llm, "spec_decode")
+        seconds = run(llm, [repeated(next(fresh), 512) for _ in range(32)], 128)[0]
+        drafts, accepted = (
+            sum(x - before.get(key, 0) for key, x in counters(llm, "spec_decode").items() if key.endswith(end))
+            for end in ("num_drafts", "num_accepted_tokens")
+        )
+        return accepted / drafts if kind == "accepted" else 32 * 128 / seconds
+
+    if SCENARIOS[name].drafts:
+        return {
+            "tokens/s, 32 drafting requests": functools.partial(drafting, "rate"),
+            "count of accepted tokens per draft": functools.partial(drafting, "accepted"),
+        }
+    return {
+        **{f"first token of {n}": functools.partial(first_token, n) for n in PROMPTS},
+        # a length that no call had before
+        f"first token of about {PROMPTS[0]}, each length new": lambda: first_token(PROMPTS[0] - next(lengths)),
+        "host time of a layer's prefill": functools.partial(host, PROMPTS[0]),
+        **{f"step of {batch}": functools.partial(step, batch) for batch in BATCHES},
+        f"tokens/s, {REQUESTS} requests of {LONG} in, {SHORT} out": lambda: rate(
+            [tokens(next(fresh), LONG) for _ in range(REQUESTS)], SHORT
+        ),
+        **{f"GPU time of a step of {batch}": functools.partial(busy, batch) for batch in BATCHES},  # profiled, so last
+    }
+
+
+REPEATS = {"first token of 65536": 2, "tokens/s": 2, "GPU time": 1}
+"""How often a row is measured per process, by how it begins; else 7 times."""
+
+
+def in_turn(workers: list[Worker], until: float, wave: int, keep: Callable[[dict], None]) -> None:
+    """Asks engines of one scenario for one number at a time, off and on in turn, each first in every other turn: the speed of
+    a host drifts by half within a minute, and cancels in the ratio of two neighbours."""
+    for scenario in dict.fromkeys(worker.case.split(":")[0] for worker in workers):
+        group = [worker for worker in workers if worker.case.split(":")[0] == scenario]
+        for row in (group[0].ask("rows", until) or {"rows": []})["rows"]:
+            for n in range(next((x for begin, x in REPEATS.items() if row.startswith(begin)), 7)):
+                answers = {w.case.split(":")[1]: w.ask(row, until) for w in (group if (wave + n) % 2 else group[::-1])}
+                if None in answers.values():
+                    print(*(line for w in group for line in w.log().splitlines()[-8:]), sep="\n", flush=True)
+                    return
+                keep(
+                    {"scenario": scenario, "row": row, "wave": wave} | {mode: x["found"] for mode, x in answers.items()}
+                )
 
 
 def warm(llm, name: str) -> None:
@@ -85,41 +125,36 @@ def warm(llm, name: str) -> None:
 
 
 def summary(samples: list[dict]) -> list[dict]:
-    """A row for each scenario and number: the median over all processes, and the smallest and largest median of one. `samples`:
-    of one process and one round each."""
+    """A row per scenario and number: medians of all processes, and the median ratio of neighbours, with the smallest and the
+    largest that a pair of processes had."""
     found: list[dict] = []
-    keys = dict.fromkeys((s["scenario"], key) for s in samples for key in s["rows"])
-    for scenario, key in keys:
-        row: dict = {"scenario": scenario, "row": key}
-        for mode in dict.fromkeys(s["mode"] for s in samples if s["scenario"] == scenario):
-            each = [s["rows"][key] for s in samples if (s["scenario"], s["mode"]) == (scenario, mode)]
-            medians = [statistics.median(x) for x in each]
-            row[mode] = {
-                "median": statistics.median(itertools.chain(*each)),
-                "least": min(medians),
-                "most": max(medians),
-                "processes": len(medians),
-            }
-        if not key.startswith("count"):
-            for mode in row.keys() - {"scenario", "row", "off"} if "off" in row else ():
-                ratio = row["off"]["median"] / row[mode]["median"]
-                row[mode]["gain"] = 1 / ratio if key.startswith(RATES) else ratio
+    for scenario, name in dict.fromkeys((s["scenario"], s["row"]) for s in samples):
+        each = [s for s in samples if (s["scenario"], s["row"]) == (scenario, name)]
+        row: dict = {"scenario": scenario, "row": name}
+        for mode in (x for x in each[0] if x in MODES):
+            row[mode] = {"median": statistics.median(s[mode] for s in each)}
+            if mode != "off" and "off" in each[0] and not name.startswith("count"):
+                power = -1 if name.startswith(RATES) else 1
+                waves = [
+                    [(s["off"] / s[mode]) ** power for s in each if s["wave"] == w] for w in {s["wave"] for s in each}
+                ]
+                medians = [statistics.median(x) for x in waves]
+                gain = statistics.median(itertools.chain(*waves))
+                row[mode] |= {"gain": gain, "least": min(medians), "most": max(medians), "processes": len(waves)}
         found.append(row)
     return found
 
 
 def table(rows: list[dict]) -> str:
-    """In Markdown: medians, in brackets the least and the most of a process."""
+    """In Markdown: medians, the gain and in brackets the least and the most of a pair of processes."""
     lines = ["| model | what | off | on | gain |", "| --- | --- | ---: | ---: | ---: |"]
-
-    def cell(x: dict) -> str:
-        return f"{x['median']:,.4g} ({x['least']:,.4g} to {x['most']:,.4g})"
-
     for row in rows:
         for mode in ("on", "fused"):
             if "off" in row and mode in row:
-                name = row["scenario"] + (", fused" if mode == "fused" else "")
-                gain = f"{row[mode]['gain']:.2f}" if "gain" in row[mode] else ""
+                name, x = row["scenario"] + (", fused" if mode == "fused" else ""), row[mode]
+                gain = f"{x['gain']:.2f} ({x['least']:.2f} to {x['most']:.2f})" if "gain" in x else ""
                 unit = "" if row["row"].startswith(("tokens", "count")) else ", ms"
-                lines.append(f"| {name} | {row['row']}{unit} | {cell(row['off'])} | {cell(row[mode])} | {gain} |")
+                lines.append(
+                    f"| {name} | {row['row']}{unit} | {row['off']['median']:,.4g} | {x['median']:,.4g} | {gain} |"
+                )
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashdelta.hopper.device.compat import barrier, copy_tile
+from flashdelta.kernels.hopper.device.compat import barrier, copy_tile
 from flashdelta.program.launch import Launch
 
 STAGES = 4

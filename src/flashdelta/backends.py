@@ -240,13 +240,13 @@ class HopperBackend(Backend):
         return None
 
     def build(self, problem: Problem, t: Tensors) -> Runnable:
-        from .hopper.build import build
+        from .kernels.hopper.build import build
 
         return build(problem, t)
 
     def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
-        from .hopper.build import in_steps
-        from .hopper.segments import SPLIT_COSTS, room
+        from .kernels.hopper.build import in_steps
+        from .kernels.hopper.segments import SPLIT_COSTS, room
 
         most = room(problem, device)
         return planned_parts(problem, chunks, 0 if in_steps(problem, most) else most, SPLIT_COSTS)
@@ -287,13 +287,13 @@ class TritonBackend(Backend):
         return "the Triton interpreter is for testing" if device.type == "cpu" else None
 
     def build(self, problem: Problem, t: Tensors) -> Runnable:
-        from .triton.build import build  # decorated kernels read TRITON_INTERPRET when first imported
+        from .kernels.triton.build import build  # decorated kernels read TRITON_INTERPRET when first imported
 
         return build(problem, t)
 
     def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
+        from .kernels.triton.segments import SPLIT_COSTS, room
         from .program.launch import capability, sm_count
-        from .triton.segments import SPLIT_COSTS, room
 
         most = room(problem, capability(device), sm_count(device))
         return planned_parts(problem, chunks, most, SPLIT_COSTS)

@@ -164,7 +164,7 @@ def traced() -> Traces:
     """Number of launches and digest of each case, by its name."""
     found: Traces = {}
     # Hopper has a decode kernel of its own for many sequences and heads alone
-    with patch("flashdelta.hopper.decode.DECODE_FEW", 0):
+    with patch("flashdelta.kernels.hopper.decode.DECODE_FEW", 0):
         for case in cases():
             traces = case.traces()
             assert case.name not in found, case.name

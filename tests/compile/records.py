@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "machine_code"
 
 PACKAGE = (
-    *("__init__.py", "backends.py", "hopper", "kernels.py", "ops", "parallel", "problem", "program", "reference"),
-    *("runtime", "triton", "tools/__init__.py", "tools/compile.py"),
+    *("__init__.py", "backends.py", "kernels", "ops", "parallel", "problem", "program", "reference", "runtime"),
+    *("tools/__init__.py", "tools/compile.py"),
 )
 MAKERS = ("cases", "decoding", "fused", "inputs", "layer", "oracle", "prefills", "wy", "__init__")
 """In `tests/support`, of the calls that kernels are compiled for."""

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from benchmarks.workloads import DECODE, PREFILL, TRAIN, Row
-from flashdelta.hopper.decode import DECODE_AT_ONCE
+from flashdelta.kernels.hopper.decode import DECODE_AT_ONCE
+from flashdelta.kernels.shared.products import rounded_product, summand
 from flashdelta.ops.chunk import chunk_kda
 from flashdelta.ops.decode import recurrent_kda
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
 from flashdelta.tools.compile import compile_launch, compiled, late_operands, only_launches
-from flashdelta.triton.device.products import rounded_product, summand
 
 from ..full import FULL
 from ..support.cases import Case

@@ -116,7 +116,7 @@ class Toolchain:
             unequal = [str(entry) for entry, row in zip(left, rows) if row["unequal_sums"]]
             if unequal:
                 raise RuntimeError(
-                    "\n".join(("lanes hold unequal sums (flashdelta/triton/device/products.py):", *unequal))
+                    "\n".join(("lanes hold unequal sums (flashdelta/kernels/shared/products.py):", *unequal))
                 )
             costs = [Costs(**{f.name: row[f.name] for f in fields(Costs)}) for row in rows]
             found |= dict(zip(left, costs, strict=True))

@@ -26,8 +26,9 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flashdelta.hopper.build import build as build_hopper
 from flashdelta.kernels import chunk_bwd_wy_dqkg
+from flashdelta.kernels.hopper.build import build as build_hopper
+from flashdelta.kernels.triton.build import build as build_triton
 from flashdelta.ops.chunk import chunk_kda
 from flashdelta.ops.convolution import short_convolution
 from flashdelta.ops.decode import commit, recurrent_kda
@@ -41,7 +42,6 @@ from flashdelta.problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Ten
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
 from flashdelta.tools.compile import compiled, costs_of, in_processes, only_launches, source
-from flashdelta.triton.build import build as build_triton
 
 from ..support.cases import BF16, FP16, FP32, Case
 from ..support.decoding import Step, make_step
@@ -550,7 +550,7 @@ def intermediate(source: ASTSource | GluonASTSource, options: list[tuple[str, ob
 
 def unequal_sums(ptx: str) -> int:
     """Sums of two lanes' products that the lanes do not hold alike, as each fused its own product into its addition
-    (`triton/device/products.py`). Products with 0 are exact."""
+    (`kernels/shared/products.py`). Products with 0 are exact."""
     found = 0
     names: dict[str, str] = {}
     made: dict[str, tuple[str, ...]] = {}

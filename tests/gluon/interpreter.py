@@ -35,8 +35,8 @@ from triton.language.extra import cuda
 from triton.runtime.jit import JITFunction
 
 from flashdelta import backends
-from flashdelta.hopper import build
-from flashdelta.hopper.device import compat
+from flashdelta.kernels.hopper import build
+from flashdelta.kernels.hopper.device import compat
 from flashdelta.program.launch import Launch
 
 from . import language, machine

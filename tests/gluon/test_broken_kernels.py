@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 from triton.runtime.jit import JITFunction
 
-from flashdelta.hopper import fused_decode, intra, prepare, recurrence, wy
-from flashdelta.hopper.device import layouts, pipeline, tma
+from flashdelta.kernels.hopper import fused_decode, intra, prepare, recurrence, wy
+from flashdelta.kernels.hopper.device import layouts, pipeline, tma
 
 from ..gpu.calls import KIMI
 from ..support.cases import FP32

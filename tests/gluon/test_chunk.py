@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import build, recurrence
+from flashdelta.kernels.hopper import build, recurrence
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id

@@ -35,7 +35,7 @@ STEPS = [step for i, step in enumerate(SINGLE_BF16) if i % 4 in (0, 3)]
 
 @pytest.mark.parametrize("step", [*STEPS, replace(KIMI_BF16, H=2, HV=2)], ids=case_id)
 def test_step(step: Step, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flashdelta.hopper.decode.DECODE_FEW", 0)
+    monkeypatch.setattr("flashdelta.kernels.hopper.decode.DECODE_FEW", 0)
     check_step(fd.recurrent_kda, step, BF16, "hopper")
 
 
@@ -52,7 +52,7 @@ def test_a_replay_is_the_accepted_state(step: Step):
 @pytest.mark.parametrize("step", WHOLE_HEADS[::2], ids=lambda step: step.name)
 def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
     """With a CTA a head in `commit`."""
-    monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", 0)
+    monkeypatch.setattr("flashdelta.kernels.hopper.commit.SLICES_AT_ONCE", 0)
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
 
 
@@ -82,7 +82,7 @@ def test_a_commit_whose_indices_the_kernel_before_writes_late(
     """A state and records are asked for by what indices and the count were before; what counts is what they are."""
     V, state = (128, BF16) if form == "heads" else (64, FP32)
     tokens = 17 if form == "17 tokens" else 4
-    monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", 0)
+    monkeypatch.setattr("flashdelta.kernels.hopper.commit.SLICES_AT_ONCE", 0)
     draw = torch.Generator().manual_seed(0)
     records = torch.randn(fd.replay_buffer(3, tokens - 1, 2, 64, V).shape, generator=draw).mul_(0.5)
     records[:, 0, :, counts_of(64, V)] = float(tokens)

@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashdelta.hopper.device.compat import copy_async, copy_tile, store_tile
-from flashdelta.hopper.launch import describe
+from flashdelta.kernels.hopper.device.compat import copy_async, copy_tile, store_tile
+from flashdelta.kernels.hopper.launch import describe
 from flashdelta.program.launch import Launch
 
 from . import language

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from flashdelta.triton.copy import strided_copy
+from flashdelta.kernels.stages.copy import strided_copy
 
 from ..support import replay_checks as checks
 from ..support.layouts import LAYOUTS, fresh, rotated, tensors_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashdelta.hopper import build
+from flashdelta.kernels.hopper import build
 
 from ..gpu.calls import on_gpu
 from ..support.cases import BF16, BY_NAME, Case

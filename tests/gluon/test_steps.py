@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.hopper import build, recurrence
+from flashdelta.kernels.hopper import build, recurrence
 from flashdelta.parallel import context_parallel
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, on_gpu

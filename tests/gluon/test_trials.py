@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import prepare, segments
-from flashdelta.hopper.device import trial
+from flashdelta.kernels.hopper import prepare, segments
+from flashdelta.kernels.hopper.device import trial
 from flashdelta.problem.split import SplitCosts
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold

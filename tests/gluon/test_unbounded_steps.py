@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashdelta.hopper import build, recurrence
+from flashdelta.kernels.hopper import build, recurrence
 
 from ..gpu.calls import UNBOUNDED, assert_same_bits, hold
 from ..support.cases import BF16, FP32, Case

@@ -20,7 +20,7 @@ from triton.runtime.autotuner import Autotuner
 
 import flashdelta as fd
 from benchmarks.contenders import find
-from flashdelta.hopper import build
+from flashdelta.kernels.hopper import build
 from flashdelta.runtime.call import CACHE
 
 from ..support.cases import BF16, BY_NAME, Case
@@ -205,7 +205,7 @@ def in_steps(steps: bool = True) -> Iterator[mock.Mock]:
 @contextlib.contextmanager
 def whole_heads() -> Iterator[None]:
     """`commit` has a CTA a head for bfloat16 states, as of many sequences."""
-    with nothing_replayed(), mock.patch("flashdelta.hopper.commit.SLICES_AT_ONCE", 0):
+    with nothing_replayed(), mock.patch("flashdelta.kernels.hopper.commit.SLICES_AT_ONCE", 0):
         yield
 
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import decode as hopper_decode
-from flashdelta.hopper import wy as hopper_wy
+from flashdelta.kernels.hopper import decode as hopper_decode
+from flashdelta.kernels.hopper import wy as hopper_wy
+from flashdelta.kernels.triton import decode as triton_decode
 from flashdelta.problem.operations import PRECISIONS
-from flashdelta.triton import decode as triton_decode
 
 from ..support.buffers import BY_NAME as BUFFERS
 from ..support.buffers import buffer_call
@@ -66,7 +66,7 @@ REPLAY_RACES = ("verify", "drafts_7_softplus", "gate_none", "logsigmoid")
 HOPPER_REPLAY_RACES = ("packed", "9 tokens", "16 tokens", "17 tokens", "narrow values", "8 tokens without a bound")
 FUSED_RACES = ("one", "bf16", "k_first", "spec", "replay", "replay_rows")
 """Steps of every kernel and gate, where races are looked for. But for Hopper's, rows are so short that a lane has one product
-of a sum (`triton/device/products.py`)."""
+of a sum (`kernels/shared/products.py`)."""
 
 NORMS = ("fused", "rows", "wide", "none")
 CONVOLUTIONS = ("fused", "tiles", "packed_fla", "pool_by_token", "marks_packed", "every_pool", "step")

@@ -62,7 +62,7 @@ def test_step(step: Step, dtype: torch.dtype, backend: str):
 
 @pytest.mark.parametrize("step", [*SINGLE_BF16, MODELS[1]], ids=case_id)
 def test_step_of_few_by_the_kernel_for_many(step: Step, other_backend: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flashdelta.hopper.decode.DECODE_FEW", 0)
+    monkeypatch.setattr("flashdelta.kernels.hopper.decode.DECODE_FEW", 0)
     check_step(fd.recurrent_kda, step, BF16, other_backend, "cuda")
 
 

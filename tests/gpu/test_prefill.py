@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.kernels.triton.build import build
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as road
-from flashdelta.triton.build import build
 
 from ..support.cases import FP32, Case, case_id
 from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits

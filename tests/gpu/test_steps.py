@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashdelta.hopper import recurrence
+from flashdelta.kernels.hopper import recurrence
 
 from ..support.cases import FP32, HARD_CASES, Case
 from ..support.decays import KINDS, decays_call

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import recurrence
+from flashdelta.kernels.hopper import recurrence
 
 from ..support.cases import BF16, FP32, Case, case_id
 from ..support.inputs import TOKEN_TENSORS, sequence_calls

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import segments
+from flashdelta.kernels.hopper import segments
 from flashdelta.runtime.call import CACHE
 from flashdelta.tools.devices import capture
 

@@ -12,9 +12,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
+from flashdelta.kernels.triton import gradients as kernels
+from flashdelta.kernels.triton import segments
 from flashdelta.runtime import autograd
-from flashdelta.triton import gradients as kernels
-from flashdelta.triton import segments
 
 from ..support.cases import BF16, BY_NAME, HARD_CASES, LENGTH_CASES, Case, case_id
 from ..support.gradients import (

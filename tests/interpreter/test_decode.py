@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.kernels.triton import decode
 from flashdelta.runtime.warmup import WARM_MANY
-from flashdelta.triton import decode
 
 from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import BY_NAME, STEPS, Step

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.triton import convolution as triton_convolution
+from flashdelta.kernels.triton import convolution as triton_convolution
 
 from ..support.layer import (
     CONVOLUTION_BY_NAME,

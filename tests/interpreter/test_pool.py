@@ -11,7 +11,7 @@ import triton.language as tl
 from hypothesis import given, settings
 
 import flashdelta as fd
-from flashdelta.triton.device.sequences import find_chunk
+from flashdelta.kernels.shared.sequences import find_chunk
 
 from ..support.cases import FP32
 from ..support.oracle import TOLERANCE, state_tolerance

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.triton import recurrence
+from flashdelta.kernels.triton import recurrence
 
 from ..support.cases import Case, case_id
 from ..support.oracle import poisoned_memory, relative_error

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import flashdelta as fd
-from flashdelta.triton import prepare
+from flashdelta.kernels.triton import prepare
 
 from ..support.cases import BY_NAME
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.kernels.triton.segments import plan_kernel
 from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
-from flashdelta.triton.segments import plan_kernel
 
 from ..support.oracle import assert_close
 from ..support.split_cases import COSTS, forced, offsets, split_call, split_pool_call

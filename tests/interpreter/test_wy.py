@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.triton import wy
+from flashdelta.kernels.triton import wy
 
 from ..support.oracle import poisoned_memory
 from ..support.wy import BY_NAME, CASES, WyCase, errors, exact, make_wy

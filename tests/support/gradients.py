@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.triton.finish import gate_sums_kernel
+from flashdelta.kernels.stages.finish import gate_sums_kernel
 
 from .inputs import TOKEN_TENSORS
 from .oracle import covered_tokens, float64

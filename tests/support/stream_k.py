@@ -1,4 +1,4 @@
-"""How `recurrence` splits its chunks by stream-K: the functions of `hopper/device/stream_k.py`, run as plain Python."""
+"""How `recurrence` splits its chunks by stream-K: the functions of `kernels/hopper/device/stream_k.py`, run as plain Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FunctionType, SimpleNamespace
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from flashdelta.hopper.device import stream_k
+from flashdelta.kernels.hopper.device import stream_k
 
 C = 64
 

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import flashdelta
+from flashdelta.kernels.stages.launch import layout
+from flashdelta.kernels.triton.build import prefill, prefill_layout
 from flashdelta.problem.operations import PREFILL_SIZES
 from flashdelta.problem.problem import Problem, Result, Tensors
 from flashdelta.program.launch import Launch
@@ -30,8 +32,6 @@ from flashdelta.tools.export.cubins import (
     prefill_outputs,
     sample_decode,
 )
-from flashdelta.triton.build import prefill, prefill_layout
-from flashdelta.triton.launch import layout
 
 from ..compile.toolchains import toolchains
 from ..support.exports import (

@@ -13,10 +13,10 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.hopper.build import build, in_steps
-from flashdelta.hopper.launch import ctas, layout, prefetching_ctas
-from flashdelta.hopper.recurrence import stream_k_pays
-from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
+from flashdelta.kernels.hopper.build import build, in_steps
+from flashdelta.kernels.hopper.launch import ctas, layout, prefetching_ctas
+from flashdelta.kernels.hopper.recurrence import stream_k_pays
+from flashdelta.kernels.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
 from flashdelta.problem.problem import record_width
 from flashdelta.problem.split import segments_of_call
 from flashdelta.program.launch import Launch

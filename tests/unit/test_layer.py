@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.kernels.triton import convolution
+from flashdelta.kernels.triton.build import build
 from flashdelta.problem import device_checks
 from flashdelta.program.launch import REGISTERS
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import CONVOLUTION, CONVOLUTION_OUT, NORM, operator_of
 from flashdelta.tools.compile import only_launches
-from flashdelta.triton import convolution
-from flashdelta.triton.build import build
 
 from ..compile.variants import backward_of
 from ..support.layer import (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.kernels.triton.recurrence import recurrence_kernel
 from flashdelta.problem.problem import Result
 from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
@@ -19,7 +20,6 @@ from flashdelta.program.launch import ARGUMENTS, Launch, _specialization
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
 from flashdelta.program.workspace import Workspace, mark, new
-from flashdelta.triton.recurrence import recurrence_kernel
 
 from ..support.cases import BF16, BY_NAME, Case
 from ..support.decoding import BY_NAME as STEPS

@@ -80,14 +80,19 @@ def test_what_passes(changes: dict, wrong: int):
     assert agree.table(rows, logs).count("| k3 |") == 3
 
 
-def test_gains_of_times_and_rates():
+def test_gains_are_ratios_of_neighbours():
     import times
 
-    rows = {"off": {"step of 1": [2.0, 4.0], "tokens/s": [10.0]}, "on": {"step of 1": [1.5], "tokens/s": [30.0]}}
-    samples = [{"scenario": "k3", "mode": mode, "rows": x} for mode, x in rows.items() for _ in range(3)]
+    pairs = {"step of 1": [(2.0, 1.0), (4.0, 2.0), (3.0, 3.0)], "tokens/s": [(10.0, 30.0)]}
+    samples = [
+        {"scenario": "k3", "row": row, "wave": wave, "off": off, "on": on}
+        for wave in range(3)
+        for row, x in pairs.items()
+        for off, on in x
+    ]
     step, rate = times.summary(samples)
-    assert step["on"]["gain"] == 2.0 and rate["on"]["gain"] == 3.0 and step["off"]["processes"] == 3
-    assert "| k3 | step of 1, ms | 3 (3 to 3) | 1.5 (1.5 to 1.5) | 2.00 |" in times.table([step, rate])
+    assert step["on"]["gain"] == 2.0 and rate["on"]["gain"] == 3.0 and step["on"]["processes"] == 3
+    assert "| k3 | step of 1, ms | 3 | 2 | 2.00 (2.00 to 2.00) |" in times.table([step, rate])
 
 
 CHILD = f"""
@@ -98,7 +103,7 @@ case = sys.argv[sys.argv.index("--child") + 1]
 if case == "bad:on":
     raise SystemExit("no engine")
 print("Triton kernel JIT compilation during inference: decode_kernel. This", flush=True)
-together.serve_lines(case, sys.argv[1], lambda line: {{"said": line, "case": case}})
+together.serve_lines(case, sys.argv[1], lambda line: {{"rows": ["tokens/s"]}} if line == "rows" else {{"found": line + case}})
 """
 
 
@@ -111,9 +116,12 @@ def test_processes_start_together_and_answer_in_turn(tmp_path: Path, monkeypatch
     until = time.monotonic() + 60
     workers, said = together.start(["k3:off", "k3:on", "bad:on"], [str(tmp_path)], str(tmp_path), until)
     assert list(said) == ["k3:off", "k3:on"] and "no engine" in capsys.readouterr().out
-    for line in ("times", "agree"):
-        for worker in workers:
-            assert worker.ask(line, until) == {"said": line, "case": worker.case}
+    import times
+
+    kept: list[dict] = []
+    times.in_turn(workers, until, 0, kept.append)
+    expected = {"off": "tokens/sk3:off", "on": "tokens/sk3:on", "scenario": "k3", "row": "tokens/s", "wave": 0}
+    assert kept == [expected] * times.REPEATS["tokens/s"]
     for worker in workers:
         assert worker.compiled() == ["decode_kernel"]
         worker.end()

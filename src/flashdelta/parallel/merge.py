@@ -1,5 +1,5 @@
 """The steps around `recurrence` and `reverse` where sequences go on from rank to rank (docs/parallel.md): exchanges, and the
-stage `merge` of `triton/merge.py`, for every backend's kernels."""
+stage `merge` of `kernels/stages/merge.py`, for every backend's kernels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..kernels.stages.launch import StageCall
+from ..kernels.stages.merge import merge, store_ends
 from ..problem.problem import BACKWARD, ChunkProblem, ChunkTensors
 from ..program.launch import Launch
 from ..program.program import Outputs, Step
 from ..program.workspace import new
-from ..triton.launch import StageCall
-from ..triton.merge import merge, store_ends
 from .border import OPENED
 from .exchange import ALL, EARLIER, LATER, Exchange, exchange, receive, send
 

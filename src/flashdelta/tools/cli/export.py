@@ -10,10 +10,10 @@ from rich.console import Console
 
 import flashdelta
 
+from ...kernels.stages.launch import SHARED_MEMORY
 from ...problem.errors import wrong
 from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
 from ...problem.problem import DEFAULT_PRECISION
-from ...triton.launch import SHARED_MEMORY
 from ..export.cubins import OPS, compile_kernels, wanted_kernels
 from ..export.write import write
 from ..files import counted, in_bytes, whole_folder

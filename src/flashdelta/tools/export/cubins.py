@@ -16,6 +16,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
+from ...kernels.stages.launch import SHARED_MEMORY, dot_precision
+from ...kernels.triton.build import build, prefill
+from ...kernels.triton.recurrence import BV32_BYTES, STATES_FEW
 from ...ops.decode import recurrent_kda
 from ...problem import operations
 from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
@@ -23,9 +26,6 @@ from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ...program.program import Outputs
 from ...runtime.call import check
-from ...triton.build import build, prefill
-from ...triton.launch import SHARED_MEMORY, dot_precision
-from ...triton.recurrence import BV32_BYTES, STATES_FEW
 from ..compile import in_processes, only_launches, source
 from . import bindings
 

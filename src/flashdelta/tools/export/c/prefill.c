@@ -131,7 +131,7 @@ static fd_values values_of(const fd_prefill_args *a, const layout *at, int64_t c
 }
 
 /* Heads of all sequences up to which slices of the value channels are narrow, for more thread blocks: `STATES_FEW` of
- * triton/recurrence.py. */
+ * kernels/triton/recurrence.py. */
 #define FEW 16
 
 static fd_status prefill(int op, const fd_prefill_args *args, CUstream stream) {

@@ -1,0 +1,142 @@
+"""What the launchers of all stages share: the call's inputs as kernels read them, the workspace, tensor descriptors."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...problem.problem import ChunkProblem, ChunkTensors, WyTensors
+from ...program.launch import Launch, sm_count
+from ...program.workspace import Layout
+from ..stages import launch as portable
+from ..stages.copy import laid_out, read
+
+TILE = 64
+"""Rows and columns of a tile of the workspace."""
+
+SHARED_MEMORY = 232_448
+"""Bytes a CTA may use."""
+
+MOST_CTAS = 144
+"""Of `recurrence`: no Hopper GPU has more SMs."""
+
+
+FLAGS = 256
+"""Words of the workspace that `prepare` clears: a power of 2, `MOST_CTAS` or more."""
+
+
+def layout(problem: ChunkProblem) -> Layout:
+    """What `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and head) and
+    `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
+    stored theirs."""
+    chunks = problem.B * problem.slots * problem.HV
+    # a tensor descriptor must have a row, even if there is no chunk to fetch
+    rows = max(chunks * (3 * (problem.K // TILE) + 2), 1) * TILE
+    return {
+        "tiles": ((rows, TILE), torch.bfloat16),
+        "decay": ((chunks * problem.K,), torch.float32),
+        "carry": ((min(work_tiles(problem), MOST_CTAS) * TILE * problem.K,), torch.float32),
+        "semaphores": ((FLAGS,), torch.int32),
+    }
+
+
+def steps_layout(problem: ChunkProblem) -> Layout:
+    """What `prepare_steps` leaves for `recurrence`: `tiles` (-w, qa and kb by halves of K, inverse beside Aqk of each chunk and
+    head) and `decay`, four of a channel; the rest as in `layout`."""
+    chunks = problem.B * problem.slots * problem.HV
+    rows = max(chunks * (3 * (problem.K // TILE) + 1), 1) * TILE
+    own = {"tiles": ((rows, TILE), torch.bfloat16), "decay": ((chunks * 4 * problem.K,), torch.float32)}
+    return {**layout(problem), **own}
+
+
+def work_tiles(problem: ChunkProblem) -> int:
+    """Of `recurrence`: sequences, value heads and slices of 64 value channels."""
+    return problem.N * problem.HV * (problem.V // TILE)
+
+
+FAR = 2**31
+"""Where strides end that kernels take."""
+
+
+def near(x: torch.Tensor, unit: int) -> bool:
+    """Whether strides fit, in multiples of `unit` elements."""
+    return all(n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride()))
+
+
+def aligned(x: torch.Tensor, unit: int = 8) -> bool:
+    """Whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in most
+    kernels."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1]) and near(x, 8)
+
+
+def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
+    """As the kernels can read them."""
+    t, of_beta = laid_out(t, ("beta",), lambda x: near(x, 1))
+    t, others = laid_out(t, (*portable.DENSE, *portable.DENSE_TOO["chunk"]))
+    t, of_rows = read(t, portable.ROWS, aligned)
+    return t, of_beta + others + of_rows
+
+
+def prepare_wy_inputs(t: WyTensors) -> tuple[WyTensors, list[Launch]]:
+    """As `wy_dqkg` reads them: those that are no rows lie without gaps."""
+    t, offsets = laid_out(t, ("cu_seqlens",))
+    t, of_rows = read(t, portable.ROWS, aligned)
+    t, others = laid_out(t, portable.DENSE_TOO["wy"], lambda x: x.is_contiguous() and aligned(x))
+    return t, offsets + of_rows + others
+
+
+def tiles(x: torch.Tensor) -> TensorDescriptor:
+    """Of the workspace's."""
+    return describe(x, (TILE, TILE))
+
+
+def describe(x: torch.Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
+    """For copies of tiles of this shape by the TMA unit."""
+    return TensorDescriptor(x, x.shape, x.stride(), tile, tile_layout(tile, x.dtype))
+
+
+@functools.cache
+def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
+
+
+def strides(*tensors: torch.Tensor) -> list[int]:
+    """Of the batch, the token and the head. One row of a batch may have any stride, which nobody needs."""
+    return [s for x in tensors for s in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3])]
+
+
+def stride_div8(*tensors: torch.Tensor) -> list[int]:
+    """Strides in units of 8 elements."""
+    return [s // 8 for s in strides(*tensors)]
+
+
+def ctas(slices: int, device: torch.device) -> int:
+    """Persistent CTAs of a scan, one an SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
+    of its SMs only (MPS) runs them one after another."""
+    return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
+
+
+def overlaps_prepare(call: portable.StageCall) -> bool:
+    """Whether `recurrence` starts while `prepare` ends: where its work tiles take a quarter of the SMs at most. With more,
+    slices of a head would land where room is, and not on two SMs that share what they fetch: that costs more than it brings."""
+    problem = call.problem
+    follows = problem.ranks == 1 and not call.may_split
+    return follows and 0 < 4 * work_tiles(problem) <= ctas(1, call.t.device)
+
+
+def prefetching_ctas(ctas: int, at_once: int) -> tuple[int, int]:
+    """The CTAs that prefetch before they wait, from the first to before the second: the last quarter of those that run
+    `at_once`. They start when the launch before theirs has hardly any state left to load. If more did, memory would be idle
+    later, during their first updates."""
+    past = min(ctas, at_once)
+    return past - past // 4, past
+
+
+def stages(problem: ChunkProblem, fetched: int, beside: int, decays: int = 1) -> int:
+    """Chunks in flight, of so many tiles and rows of decays each, up to 4: as many as shared memory holds beside tiles that
+    stay."""
+    tile = TILE * TILE * 2
+    return min(4, (SHARED_MEMORY - beside * tile - 256) // (fetched * tile + decays * problem.K * 4))

@@ -1,0 +1,214 @@
+"""The backward pass of a call, whatever kernels run it: its stages in order, and what they leave for each other.
+
+A backend describes its kernels by `Stages` (`triton/gradients.py`, `hopper/gradients.py`); docs/backward.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...parallel.exchange import Exchange
+from ...parallel.merge import carried_gradients, room_for_packets, told_gradients
+from ...problem.problem import ChunkProblem, ChunkTensors, Result
+from ...program.launch import Launch
+from ...program.program import Outputs, Program, Step
+from ...program.workspace import Layout, Workspace, new
+from .finish import ByHead, finish
+from .launch import StageCall
+from .merge import clear
+from .segments import compose, found_segments
+from .wy import Parts, WyOperands
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
+    dtype `Akk_inv` (`Stages.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
+    also what they told each other, `packets` (`merge.py`). `whole`: of no use are segments, for the scan of a rank's tokens."""
+
+    workspace: Workspace
+    Akk_inv: Tensor
+    h: Tensor
+    v_new: Tensor
+    packets: Tensor | None = None
+    whole: bool = False
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        """The workspace."""
+        return self.Akk_inv, self.h, self.v_new
+
+    @property
+    def split(self) -> bool:
+        """Whether sequences may be."""
+        return not self.whole and self.workspace.get("starts") is not None
+
+    def segments(self, scanned: Scanned | None) -> list[Tensor | None]:
+        """Of split sequences, for `reverse`: the first segment of each, where offsets go (without `scanned`), and the gradients
+        of the states after segments."""
+        if not self.split:
+            return [None, None, None]
+        first_segment, offsets, ends = self.workspace.select("first_segment", "offsets", "starts")
+        return [first_segment, offsets if scanned is None else None, ends]
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What `reverse` leaves: gradients of the states after each chunk and of `v_new`, `dh` and `dv`, as `h` and
+    `v_new`."""
+
+    dh: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A backend's kernels for a call whose tensors `t` are as they can read them, after `copies`.
+
+    `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
+    of such matrices' gradients. The stages make launches: `scan(kept, o, final_state)` the forward's two, which leave what is
+    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0, packet)`, which without `scanned` finds `dh0` alone,
+    or the offsets of segments, and on the second of two ranks leaves the gradients for the first in `packet`;
+    `wy(x, parts, grad_v)` and `intra(parts, heads)`.
+    """
+
+    problem: ChunkProblem
+    t: ChunkTensors
+    copies: Sequence[Launch]
+    layout: Layout
+    arch: int
+    squares: tuple[int, ...]
+    squares_dtype: torch.dtype
+    scan: Callable[[Kept, Tensor | None, Tensor | None], Sequence[Step]]
+    reverse: Callable[
+        [ChunkProblem, ChunkTensors, Kept, Scanned | None, Tensor | None, Tensor | None, Tensor | None], Launch
+    ]
+    wy: Callable[[WyOperands, Parts, Tensor], Launch]
+    intra: Callable[[Parts, ByHead], Launch]
+
+    def kept(self, tensors: Mapping[str, Tensor] | None = None) -> Kept:
+        """What the forward kept by name; without, room for it."""
+        problem, device = self.problem, self.t.device
+        if tensors is not None:
+            workspace = Workspace(self.layout, tensors["workspace"])
+            return Kept(workspace, tensors["Akk_inv"], tensors["h"], tensors["v_new"], tensors.get("packets"))
+        states = (problem.B * problem.slots, problem.HV, problem.V, problem.K)
+        values = (problem.B, problem.T, problem.HV, problem.V)
+        # gradients of the states after segments take the place of the states before them
+        given = {name: x for name, x in self.segments.items() if name != "starts"}
+        workspace = Workspace.allocate(self.layout, device, given)
+        packets = self.t.packets
+        if packets is None and problem.ranks > 1:
+            packets = room_for_packets(problem, device)
+        return Kept(
+            workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets
+        )
+
+    @functools.cached_property
+    def segments(self) -> dict[str, Tensor]:
+        """What the forward left of a split, by name."""
+        return found_segments(self.t, self.layout)
+
+
+def forward(stages: Stages) -> Program:
+    """The forward that also leaves what its backward pass would compute again."""
+    outputs, kept = Outputs.of(stages.problem, stages.t), stages.kept()
+    o, final_state = outputs["o"], outputs.get("final_state")
+    outputs |= {"workspace": kept.workspace.buffer, "Akk_inv": kept.Akk_inv, "h": kept.h, "v_new": kept.v_new}
+    if kept.packets is not None:
+        outputs["packets"] = kept.packets
+    return Program(outputs, stages.scan(kept, o, final_state), stages.copies)
+
+
+def backward(stages: Stages) -> Program:
+    """Gradients by input; without what was kept the forward's stages run again."""
+    outputs = Outputs(stages.t.device)
+    return Program(outputs, launches(stages, outputs), stages.copies)
+
+
+def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
+    """In order; what they find is in `outputs` from when it is allocated. Each is to run before the next is asked for: what
+    only the ones before it needed is given back then."""
+    problem, t = stages.problem, stages.t
+    recomputed: Iterator[Step] = iter(())
+    if t.workspace is not None:
+        given = {"workspace": t.workspace, "Akk_inv": t.A, "h": t.h, "v_new": t.v_new}
+        kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
+    else:
+        kept = stages.kept()
+        steps = stages.scan(replace(kept, workspace=kept.workspace.having(stages.segments)), None, None)
+        exchanges = [i for i, step in enumerate(steps) if isinstance(step, Exchange)]
+        # what follows the exchange of states, or `prepare`, may wait
+        first = max(exchanges, default=0) + 1
+        yield from steps[:first]
+        recomputed = iter(steps[first:])
+        del steps
+    dh0 = None
+    if problem.has_initial_state:
+        dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
+    dht = t.dht if problem.output_final_state else None
+    told = None
+    if problem.ranks == 2 and problem.rank == 1:
+        # nothing comes from a rank after, and what goes to the one before is what `reverse` ends with
+        told = told_gradients(problem, t.device)
+    elif problem.ranks > 1:
+        dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
+    if told is None or (kept.split and not stages.segments):
+        yield from recomputed
+    if kept.split:
+        yield from gradients_of_segments(stages, kept, dht)
+    scanned = Scanned(*(new(x.shape, x.dtype, x.device) for x in (kept.h, kept.v_new)))
+    yield stages.reverse(problem, t, kept, scanned, dht, dh0, None if told is None else told.packet)
+    if told is not None:
+        yield told
+        del told
+        yield from recomputed
+    if problem.ranks > 1 and dh0 is not None:
+        yield clear(problem, t, dh0)
+    known = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
+    x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
+    del kept, scanned, known, dht
+    parts = Parts.allocate(problem, t.device, stages.squares, stages.squares_dtype)
+    grad_v = outputs.allocate("v", Result((problem.B, problem.T, problem.HV, problem.V), problem.dtype))
+    yield stages.wy(x, parts, grad_v)
+    del x
+    heads = ByHead.allocate(problem, t.device)
+    outputs.update(heads.outputs(problem))
+    yield stages.intra(parts, heads)
+    del parts
+    yield from finish(problem, t, heads, outputs)
+
+
+def gradients_of_ranks(
+    stages: Stages, kept: Kept, dht: Tensor | None, meanwhile: Iterable[Step]
+) -> Generator[Step, None, Tensor]:
+    """The gradients of the final states, with those that come from later ranks; see `carried_gradients`."""
+    problem, t = stages.problem, stages.t
+    assert kept.packets is not None
+    grads = new(problem.state_shape, torch.float32, t.device)
+
+    def reverse(problem: ChunkProblem, t: ChunkTensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
+        return stages.reverse(problem, t, replace(kept, whole=True), None, dht, dh0, None)
+
+    call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
+    yield from carried_gradients(call, kept.packets, reverse, grads, meanwhile)
+    return grads
+
+
+def gradients_of_segments(stages: Stages, kept: Kept, dht: Tensor | None) -> Iterator[Launch]:
+    """What leaves the gradients of the states after segments, in the place of the forward's states before them, which nobody
+    needs any more, or which lie elsewhere (`found_segments`). The transitions are the forward's."""
+    problem, t = stages.problem, stages.t
+    yield stages.reverse(problem, t, kept, None, dht, None, None)
+    given = replace(problem, has_initial_state=dht is not None)
+    yield compose(StageCall(given, replace(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)
+
+
+def reverse_scratch(kept: Kept, scanned: Scanned | None, *states: Tensor | None) -> tuple[Tensor, ...]:
+    left = () if scanned is None else (scanned.dv, scanned.dh)
+    return (kept.workspace.buffer, *left, *(x for x in states if x is not None))

@@ -1,0 +1,182 @@
+"""What the launchers of all stages share: the call's inputs as kernels read them, the workspace, limits of GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...problem.problem import (
+    BACKWARD,
+    AttentionProblem,
+    AttentionTensors,
+    ChunkProblem,
+    ChunkTensors,
+    ConvolutionProblem,
+    NormProblem,
+    Problem,
+)
+from ...program.launch import Launch
+from ...program.workspace import Layout, Workspace
+from .copy import T, laid_out, read
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """What every stage of a call needs. `t`: as the kernels read them. `arch`: the GPU's compute capability, e.g. 90."""
+
+    problem: ChunkProblem
+    t: ChunkTensors
+    arch: int
+    workspace: Workspace
+    beside: tuple[Tensor, ...] = ()
+    """Scratch that is not in the workspace."""
+    packet: Tensor | None = None
+    """Where the first of two ranks leaves the states of sequences that go on to the second (`merge.py`)."""
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        return (self.workspace.buffer, *self.beside)
+
+    @property
+    def may_split(self) -> bool:
+        """Whether sequences may be split: the workspace has room for segments."""
+        return self.workspace.get("starts") is not None
+
+    @property
+    def forms_segments(self) -> bool:
+        """Whether sequences may be split, and the forward has not left their segments."""
+        return self.may_split and self.t.segments is None
+
+
+DENSE = (
+    *("A_log", "dt_bias", "bias", "norm_weight", "cu_seqlens", "has_initial_state", "checkpoint_offsets"),
+    *("checkpoint_indices", "num_accepted_tokens", "dht"),
+)
+"""Inputs that kernels read without gaps."""
+
+DENSE_TOO = {
+    "chunk": ("initial_state", "state_indices"),
+    "chunk" + BACKWARD: ("initial_state",),
+    "commit": ("state_indices", "intermediate_indices"),
+    "gated_rms_norm": ("weight",),
+    "gated_rms_norm" + BACKWARD: ("weight",),
+    "short_convolution": ("weight", "state_indices"),
+    "short_convolution" + BACKWARD: ("weight", "initial_state"),
+    "wy": ("v_new", "A", "h", "dh", "dv"),
+}
+"""More of them, by operation; of others only initial states."""
+
+ROWS = ("q", "k", "v", "g", "do")
+"""Inputs `[B, T, H, K]` of the operator and of its backward pass."""
+
+
+def prepare_inputs(problem: Problem, t: T) -> tuple[T, list[Launch]]:
+    """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
+    pool in place; `decode` reads indices of any strides too."""
+    t, copies = laid_out(t, (*DENSE, *DENSE_TOO.get(problem.operation, ("initial_state",))))
+    if isinstance(problem, (ConvolutionProblem, NormProblem)):
+        t, of_rows = laid_out(t, ("x", "z", "do"), has_rows)
+    else:
+        t, gates = laid_out(t, ("z",), has_rows)
+        t, of_rows = read(t, ROWS, lambda x: x.stride(-1) == 1)
+        of_rows = gates + of_rows
+    return t, copies + of_rows
+
+
+def has_rows(x: Tensor) -> bool:
+    """Says whether the last dimension is dense, and those before the last three lie as one."""
+    batches = [(n, s) for n, s in zip(x.shape[:-3], x.stride()) if n > 1]
+    return x.stride(-1) == 1 and all(s == n * own for (_, s), (n, own) in itertools.pairwise(batches))
+
+
+def segment_layout(problem: ChunkProblem, segments: int) -> Layout:
+    """What the stages of a split leave for each other (`segments.py`), with up to `segments` of them; nothing without."""
+    if segments == 0:
+        return {}
+    rows = {"transitions": problem.K, "offsets": problem.V, "starts": problem.V}
+    states = {name: ((segments, problem.HV, n, problem.K), torch.float32) for name, n in rows.items()}
+    return {**states, "first_segment": ((problem.N + 1,), torch.int32)}
+
+
+def layout(problem: ChunkProblem, segments: int = 0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What `prepare` leaves for `recurrence`, for `S = B * slots` chunk slots, and what a split keeps, if there is one."""
+    S, HV, C, K = problem.B * problem.slots, problem.HV, problem.chunk_size, problem.K
+    operand, square = ((S, HV, C, K), problem.dtype), ((S, HV, C, C), problem.dtype)
+    tiles = {"w": operand, "qg": operand, "kg": operand, "Akk_inv": square, "Aqk": square}
+    return {**tiles, "decay": ((S, HV, K), torch.float32), **segment_layout(problem, segments)}
+
+
+TILES = ("w", "qg", "kg", "Akk_inv", "Aqk", "decay")
+
+
+def chunks(problem: ChunkProblem) -> int:
+    """Chunk slots of all heads."""
+    return problem.B * problem.slots * problem.HV if problem.N > 0 else 0
+
+
+def precision(problem: ChunkProblem) -> str:
+    """Of products whose operands are float32 in the kernel."""
+    return problem.precision if problem.operation == "prefill" else dot_precision(problem.dtype)
+
+
+def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state: Tensor | None) -> tuple:
+    """Where states are read and stored, as the kernels take it (`device/states.py`). For a state that the call does not
+    have, an empty tensor, which the kernel leaves alone."""
+    if problem.has_pool:
+        assert t.state_pool is not None
+        initial = final = t.state_pool
+        pitch = t.state_pool.stride(0)
+    else:
+        initial, final = or_empty(problem, t, t.initial_state, final_state)
+        pitch = problem.HV * problem.K * problem.V
+    return (
+        *(initial, final, t.state_indices, t.has_initial_state, problem.lowest_index, problem.pool_slots),
+        *(int(problem.has_initial_state), int(final_state is not None), pitch),
+    )
+
+
+def packet_arguments(call: StageCall) -> tuple:
+    """Where `recurrence` leaves states for the second rank, as kernels take it: the border and the packet."""
+    return (None, None) if call.packet is None else (call.t.border, call.packet)
+
+
+def checkpoint_arguments(problem: ChunkProblem, t: ChunkTensors) -> tuple:
+    """Where states at checkpoints are stored, as kernels take it: offsets and indices; a buffer of their own, chunks from one
+    checkpoint to the next where they are regular, and the buffer's rows and pitch."""
+    buffer, every, rows, pitch = t.checkpoint_states, None, None, None
+    if buffer is not None:
+        rows = buffer.shape[0]
+        # a dimension of one row may have any stride
+        pitch = buffer.stride(0) if rows > 1 else problem.HV * problem.K * problem.V
+        if problem.checkpoint_every > 0:
+            every = problem.checkpoint_every // problem.chunk_size
+    return t.checkpoint_offsets, t.checkpoint_indices, buffer, every, rows, pitch
+
+
+def or_empty(problem: AttentionProblem, t: AttentionTensors, *states: Tensor | None) -> list[Tensor]:
+    """The states, with one empty tensor for all that the call does not have."""
+    absent = t.v.new_empty(0, dtype=problem.state_dtype) if any(x is None for x in states) else None
+    return [absent if x is None else x for x in states]  # type: ignore[misc]
+
+
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes a CTA may use, by compute capability."""
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Of products whose operands are float32 in the kernel. tf32x3 carries 21 mantissa bits or more."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def backward_precision(problem: Problem, capability: int) -> str:
+    """Of `wy` and `intra`. In float32 on Hopper without tensor cores: Triton 3.6 makes wrong wgmma of tf32 operands that lie by
+    columns, and code that reads out of bounds."""
+    return "ieee" if problem.dtype == torch.float32 and capability == 90 else dot_precision(problem.dtype)
+
+
+def safe_blocks(problem: ChunkProblem) -> bool:
+    """Whether blocks of 32 rows may use one reference: `exp(80)` must be finite in the operand dtype."""
+    return problem.safe_gate and problem.dtype != torch.float16

@@ -1,0 +1,175 @@
+"""Stage `compose` of long sequences cut into segments (docs/split.md): the states before all segments from what
+leads from one to the next, for every backend; and what a forward leaves of a split for its backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from ...problem.problem import ChunkProblem, ChunkTensors
+from ...program.launch import Launch
+from ...program.program import Outputs
+from ...program.workspace import Layout, Workspace, sizes
+from ..shared.mma import dot
+from ..shared.sequences import own_work_tile
+from ..shared.states import load_state, sequence_slot, state_offsets
+from .launch import SHARED_MEMORY, StageCall, state_arguments
+
+MOST_SEGMENTS = tl.constexpr(128)
+"""Of a planned sequence, or more."""
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
+def compose_kernel(
+    transitions, offsets, starts, forgets, first_segment, cu_seqlens,
+    initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots, has_initial, has_final,
+    state_pitch: tl.int64, T, N, HV,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
+    BACKWARD: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`S_{j+1} = M_j S_j + b_j`, in float32: `starts [G, HV, V, K]`, the state before each segment, V first. Of
+    gradients, from the last segment to the first: `dS_{j-1} = M_j^T dS_j + c_j`, that of the state after each.
+
+    One CTA per (sequence, value head, `BV` value channels). If shared memory holds an M, `BK == K`: these are fetched ahead and
+    the state stays in registers. Otherwise the state goes from segment to segment through `starts` itself, `BK` key channels at
+    a time.
+    """
+    if OVERLAP:
+        gdc_wait()
+    slice_, head, n, _, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
+    first = tl.load(first_segment + n)
+    last = tl.load(first_segment + n + 1) - 1
+    if first >= last:
+        return
+    if forgets is not None:
+        # asked for first: it comes while the initial state is on its way
+        segment = first + 1 + tl.arange(0, MOST_SEGMENTS)
+        forgotten = tl.load(forgets + segment * HV + head, mask=segment < last, other=1)
+    own, read, _ = sequence_slot(
+        state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+    )
+    value = slice_ * BV + tl.arange(0, BV)
+    key = tl.arange(0, BK)
+    # from the segment whose state is known
+    known = last if BACKWARD else first
+    STEP: tl.constexpr = -1 if BACKWARD else 1
+    ROW: tl.constexpr = 1 if BACKWARD else K
+    COLUMN: tl.constexpr = K if BACKWARD else 1
+    if BK == K:
+        at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
+        in_state = state_offsets(head * K * V, value, key, K, V, True)
+        here = known.to(tl.int64) * HV * K
+        tl.store(starts + here * V + in_state, load_state(initial_state, at, read))
+        state = tl.load(offsets + here * V + in_state)
+        here += STEP * HV * K
+        in_transition = head * K * K + key[:, None] * ROW + key[None, :] * COLUMN
+        chained = last
+        if forgets is not None:  # noqa: SIM102 (a constant, and what is known when it runs)
+            if tl.min(forgotten) != 0:
+                # no state depends on another
+                for _ in tl.range(first + 1, last, num_stages=1, loop_unroll_factor=4):
+                    tl.store(starts + here * V + in_state, state)
+                    state = tl.load(offsets + here * V + in_state)
+                    here += STEP * HV * K
+                chained = first
+        for _ in tl.range(first + 1, chained, num_stages=STAGES):
+            tl.store(starts + here * V + in_state, state)
+            right = tl.load(transitions + here * K + in_transition)
+            state = dot(state, right, tl.load(offsets + here * V + in_state), "tf32x3")
+            here += STEP * HV * K
+        tl.store(starts + here * V + in_state, state)
+    else:
+        tl.static_assert(forgets is None)
+        here = known.to(tl.int64) * HV + head
+        onward = STEP * HV
+        for block in range(0, K, BK):
+            at = own * state_pitch + state_offsets(head * K * V, value, block + key, K, V, V_FIRST)
+            place = state_offsets(here * K * V, value, block + key, K, V, True)
+            tl.store(starts + place, load_state(initial_state, at, read))
+            tl.store(starts + place + onward * K * V, tl.load(offsets + place))
+        here += onward
+        for _ in range(first + 1, last):
+            tl.debug_barrier()
+            for block in range(0, K, BK):
+                state = tl.load(offsets + state_offsets(here * K * V, value, block + key, K, V, True))
+                for along in range(0, K, BK):
+                    left = tl.load(starts + state_offsets(here * K * V, value, along + key, K, V, True))
+                    in_transition = (along + key)[:, None] * ROW + (block + key)[None, :] * COLUMN
+                    right = tl.load(transitions + here * K * K + in_transition)
+                    state = dot(left, right, state, "tf32x3")
+                tl.store(starts + state_offsets((here + onward) * K * V, value, block + key, K, V, True), state)
+            here += onward
+
+
+@dataclass(frozen=True)
+class ComposeConfig:
+    """`BV`: value channels a CTA; `BK`: key channels of the state that it holds at a time; `stages`: transitions in flight."""
+
+    BV: int
+    BK: int
+    num_warps: int
+    stages: int
+
+
+def compose_config(problem: ChunkProblem, capability: int) -> ComposeConfig:
+    """At K = V = 128 a step takes 2.3 us on an H200; 2.6 with 2 stages, 4.0 with slices of 32 channels, 5.8 by `BK` = 64."""
+    if problem.K > 128:
+        return ComposeConfig(BV=min(32, problem.V), BK=64, num_warps=4, stages=1)
+    stages = 3 if SHARED_MEMORY[capability] > 170_000 else 2
+    return ComposeConfig(BV=min(16, problem.V), BK=problem.K, num_warps=8, stages=stages)
+
+
+def compose(call: StageCall, final_state: Tensor | None, backward: bool = False) -> Launch:
+    """The states before all segments; with `backward` the gradients of those after them, in their place, from
+    `call.t.initial_state`."""
+    problem, t = call.problem, call.t
+    c = compose_config(problem, call.arch)
+    overlaps = call.arch >= 90
+    return Launch(
+        compose_kernel,
+        problem.N * problem.HV * (problem.V // c.BV),
+        (
+            *(*call.workspace.select("transitions", "offsets", "starts", "forgets", "first_segment"), t.cu_seqlens),
+            *state_arguments(problem, t, final_state),
+            *(problem.T, problem.N, problem.HV),
+        ),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            BV=c.BV,
+            BK=c.BK,
+            V_FIRST=problem.state_v_first,
+            BACKWARD=int(backward),
+            STAGES=c.stages,
+            OVERLAP=overlaps,
+        ),
+        c.num_warps,
+        overlaps=overlaps,
+        scratch=call.buffers,
+    )
+
+
+LASTING = ("transitions", "starts", "first_segment")
+"""What the backward pass needs of a split."""
+
+
+def lasting_segments(problem: ChunkProblem, layout: Layout, outputs: Outputs) -> dict[str, Tensor]:
+    """Room for these, which a forward with gradients leaves for its backward pass if they take no more memory than `v`."""
+    kept = {name: layout[name] for name in LASTING if name in layout}
+    values = problem.B * problem.T * problem.HV * problem.V * problem.dtype.itemsize
+    if not kept or not problem.requires_grad or sum(sizes(kept)) > values:
+        return {}
+    segments = Workspace.allocate(kept, outputs.device)
+    outputs["segments"] = segments.buffer
+    return segments.tensors()
+
+
+def found_segments(t: ChunkTensors, layout: Layout) -> dict[str, Tensor]:
+    """What the forward has left so, by name."""
+    if t.segments is None:
+        return {}
+    return Workspace({name: layout[name] for name in LASTING}, t.segments).tensors()

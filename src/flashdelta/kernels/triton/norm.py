@@ -1,0 +1,212 @@
+"""Stage `norm`: the gated RMS norm of rows, and its backward pass. One CTA per tile of whole rows.
+
+Contract (`reference.norm` is the definition), with `r = 1 / sqrt(mean(x^2) + eps)` and `y = x r`:
+
+    o  = y weight act(z)
+    dy = do weight act(z);   dx = r (dy - y mean(dy y));   dz = do y weight act'(z);   dweight = sum of rows do y act(z)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...problem.problem import NormProblem, NormTensors, Result
+from ...program.launch import Launch, sm_count
+from ...program.program import Outputs
+from ...program.workspace import new
+from ..shared.gates import quick_sigmoid
+from .sums import sums
+
+
+@triton.jit
+def row_offsets(row, T, H, batch_stride, token_stride, head_stride):
+    """Where rows `[.., T, H]` begin."""
+    row = row.to(tl.uint32)  # as `rows` has 31 bits; a division of 64 bits takes longer than a load
+    tokens = tl.zeros_like(row) + T
+    heads = tl.zeros_like(row) + H
+    token = row // heads
+    batch = (token // tokens).to(tl.int64)
+    return (
+        batch * batch_stride + (token % tokens).to(tl.int64) * token_stride + (row % heads).to(tl.int64) * head_stride
+    )
+
+
+@triton.jit
+def tile_rows(tile, ROWS: tl.constexpr):
+    return (tl.zeros([ROWS], tl.int64) + tile) * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def load_tile(
+    x, tile, rows, T, H, batch_stride, token_stride, head_stride, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tile_rows(tile, ROWS)
+    value = tl.arange(0, BV)[None, :]
+    at = row_offsets(row, T, H, batch_stride, token_stride, head_stride)[:, None] + value
+    return tl.load(x + at, mask=(row < rows)[:, None] & (value < V), other=0.0)
+
+
+@triton.jit
+def gate_of(z, SIGMOID: tl.constexpr):
+    """`act(z)` and its derivative."""
+    s = quick_sigmoid(z)
+    if SIGMOID:
+        gate = s
+        slope = s * (1.0 - s)
+    else:
+        gate = z * s
+        slope = s * tl.fma(z, 1.0 - s, 1.0)
+    return gate, slope
+
+
+@triton.jit(do_not_specialize=["rows", "T", "H"])
+def norm_kernel(
+    x, z, weight, o, eps, rows, T, H, x_batch: tl.int64, x_token: tl.int64, x_head: tl.int64,
+    z_batch: tl.int64, z_token: tl.int64, z_head: tl.int64,
+    V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tile_rows(tl.program_id(0), ROWS)
+    value = tl.arange(0, BV)[None, :]
+    mask = (row < rows)[:, None] & (value < V)
+    tile_x = load_tile(x, tl.program_id(0), rows, T, H, x_batch, x_token, x_head, V, BV, ROWS)
+    tile_z = load_tile(z, tl.program_id(0), rows, T, H, z_batch, z_token, z_head, V, BV, ROWS)
+    w = tl.load(weight + value, mask=value < V, other=0.0).to(tl.float32)
+    tile_x = tile_x.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(tile_x * tile_x, axis=1) * (1.0 / V) + eps)
+    gate, _ = gate_of(tile_z.to(tl.float32), SIGMOID)
+    tile_o = tile_x * norm[:, None] * w * gate
+    tl.store(o + row[:, None] * V + value, tile_o.to(o.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "T", "H", "tiles"])
+def norm_backward_kernel(
+    x, z, weight, do, dx, dz, partials, eps, rows, T, H, tiles,
+    x_batch: tl.int64, x_token: tl.int64, x_head: tl.int64, z_batch: tl.int64, z_token: tl.int64, z_head: tl.int64,
+    do_batch: tl.int64, do_token: tl.int64, do_head: tl.int64,
+    V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A persistent loop over tiles, of which the next is loaded ahead: `partials [CTAs, V]` has each CTA's part of the weight's
+    gradient."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.arange(0, BV)[None, :]
+    w = tl.load(weight + value, mask=value < V, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, BV], tl.float32)
+    next_x = load_tile(x, tl.program_id(0), rows, T, H, x_batch, x_token, x_head, V, BV, ROWS)
+    next_z = load_tile(z, tl.program_id(0), rows, T, H, z_batch, z_token, z_head, V, BV, ROWS)
+    next_grad = load_tile(do, tl.program_id(0), rows, T, H, do_batch, do_token, do_head, V, BV, ROWS)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile_x = next_x
+        tile_z = next_z
+        grad = next_grad
+        coming = tile + tl.num_programs(0)
+        next_x = load_tile(x, coming, rows, T, H, x_batch, x_token, x_head, V, BV, ROWS)
+        next_z = load_tile(z, coming, rows, T, H, z_batch, z_token, z_head, V, BV, ROWS)
+        next_grad = load_tile(do, coming, rows, T, H, do_batch, do_token, do_head, V, BV, ROWS)
+        row = tile_rows(tile, ROWS)
+        mask = (row < rows)[:, None] & (value < V)
+        tile_x = tile_x.to(tl.float32)
+        grad = grad.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(tile_x * tile_x, axis=1) * (1.0 / V) + eps)[:, None]
+        normed = tile_x * norm
+        gate, slope = gate_of(tile_z.to(tl.float32), SIGMOID)
+        total += grad * normed * gate
+        grad *= w
+        here = row[:, None] * V + value
+        tl.store(dz + here, (grad * normed * slope).to(dz.dtype.element_ty), mask=mask)
+        grad *= gate
+        mean = (tl.sum(grad * normed, axis=1) * (1.0 / V))[:, None]
+        tl.store(dx + here, (norm * (grad - normed * mean)).to(dx.dtype.element_ty), mask=mask)
+    at = tl.program_id(0).to(tl.int64) * V + value
+    tl.store(partials + at, tl.sum(total, axis=0)[None, :], mask=value < V)
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """`ctas`: of an SM, for the backward pass, whose CTAs are rows that `sums` adds."""
+
+    BV: int
+    ROWS: int
+    num_warps: int
+    ctas: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """Elements of each tensor a tile, or a row; warps of a CTA, more for long rows; CTAs of an SM in the backward pass, as many
+    as fit."""
+
+    elements: int
+    warps: int
+    ctas: int = 0
+
+
+FORWARD, BACKWARD = Form(2048, 8), Form(2048, 4, 3)
+
+
+def norm_config(problem: NormProblem, backward: bool = False, form: Form | None = None) -> NormConfig:
+    form = form or (BACKWARD if backward else FORWARD)
+    BV = max(16, triton.next_power_of_2(problem.V))
+    return NormConfig(BV, max(1, form.elements // BV), max(form.warps, min(BV // 256, 16)), form.ctas)
+
+
+def row_layout(x: Tensor) -> tuple[Tensor, list[int]]:
+    """The tensor as `[B, T, H, V]`, and the sizes `[T, H]`."""
+    x = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, x.dim() - 4)
+    return x, [max(size, 1) for size in x.shape[1:3]]
+
+
+def row_arguments(*tensors: Tensor) -> list[int]:
+    """Strides of the batch, the token and the head."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def gated_rms_norm(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> list[Launch]:
+    (x, sizes), (z, _) = row_layout(t.x), row_layout(t.z)
+    c, rows, overlaps = norm_config(problem), x.shape[:3].numel(), arch >= 90
+    return [
+        Launch(
+            norm_kernel,
+            -(-rows // c.ROWS),
+            (x, z, t.weight, outputs["o"], problem.eps, rows, *sizes, *row_arguments(x, z)),
+            dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),
+            c.num_warps,
+            overlaps=overlaps,
+        )
+    ]
+
+
+def backward(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
+    """Gradients by input."""
+    (x, sizes), (z, _), (do, _) = map(row_layout, (t.x, t.z, t.do))
+    overlaps = arch >= 90
+    c, rows = norm_config(problem, backward=True), x.shape[:3].numel()
+    tiles = -(-rows // c.ROWS)
+    partials = new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32, t.device)
+    dtypes = {"x": problem.dtype, "z": problem.output_dtype}
+    dx, dz = (outputs.allocate(role, Result(problem.shape, dtype)) for role, dtype in dtypes.items())
+    yield Launch(
+        norm_backward_kernel,
+        partials.shape[0],
+        (
+            *(x, z, t.weight, do, dx, dz, partials, problem.eps),
+            *(rows, *sizes, tiles, *row_arguments(x, z, do)),
+        ),
+        dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),
+        c.num_warps,
+        overlaps=overlaps,
+        scratch=(partials,),
+    )
+    dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
+    yield sums(partials, dweight, None, overlaps)
