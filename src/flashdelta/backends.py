@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .problem.errors import wrong
 from .problem.problem import (
+    GATES,
     AttentionProblem,
     ChunkProblem,
     CommitProblem,
@@ -56,7 +57,7 @@ class Backend:
 
     name: str
     summary: str
-    gates: tuple[str, ...] = ("none", "softplus", "lower_bound", "logsigmoid", "cumulative", "cumulative_log2")
+    gates: tuple[str, ...] = (*GATES, "cumulative", "cumulative_log2")
     """Those that its code knows; the last two are stage WY's, whose `g` is summed up."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:

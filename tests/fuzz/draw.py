@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.problem.problem import GATES, PLAIN_GATES
 
 from ..support.layouts import LAYOUTS as GRADIENT_LAYOUTS
 from .memory import LAYOUTS, Memory, Place, dense, token_place
@@ -188,8 +189,8 @@ class Sizes:
 
 
 def gate_options(draw: Random, spec: Spec, decode: bool = False) -> str:
-    gate = draw.choice(("none", "softplus", "lower_bound", "logsigmoid"))
-    named = gate == "logsigmoid" or chance(draw, 0.3)
+    gate = draw.choice(GATES)
+    named = gate in PLAIN_GATES or chance(draw, 0.3)
     if named:
         spec.options["gate"] = gate
     elif gate != "none":

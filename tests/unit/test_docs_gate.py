@@ -150,9 +150,9 @@ def test_hoppers_kernels_and_the_layer_take_it_too(patched: Path):
 
 def test_a_formula_that_was_forgotten_is_an_error_and_no_wrong_result(patched: Path, tmp_path: Path):
     shutil.copytree(patched, tmp_path / "tree")
-    forgotten = "src/flashdelta/kernels/hopper/prepare_steps.py"
+    forgotten = "src/flashdelta/kernels/hopper/device/math.py"
     shutil.copy(ROOT / forgotten, tmp_path / "tree" / forgotten)
-    with pytest.raises(AssertionError, match=r"prepare_steps_kernel.*an unknown gate"):
+    with pytest.raises(AssertionError, match=r"prepare_kernel.*an unknown gate"):
         run(tmp_path / "tree", ON_HOPPER)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
+from ..fuzz import truth as truth_of_calls
 from ..support.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, PACKED_CASES, Case, case_id, named
 from ..support.gradients import gradients, incoming
 from ..support.inputs import TOKEN_TENSORS, make_call, sequence_calls
@@ -37,16 +38,10 @@ NO_CASES = [case for case in CASES if case.tokens == 0 or case.sequences == 0]
 def _numpy_decay(
     case: Case, g: np.ndarray, A_log: np.ndarray | None, dt_bias: np.ndarray | None, head: int
 ) -> np.ndarray:
-    if case.gate == "none":
-        return g
-    if case.gate == "logsigmoid":
-        return -np.logaddexp(0.0, -g)
-    x = g if dt_bias is None else g + dt_bias.reshape(case.HV, case.K)[head]
-    rate = 1.0 if A_log is None else np.exp(A_log.reshape(-1)[head])
-    if case.gate == "softplus":
-        return -rate * np.logaddexp(0.0, x)
-    with np.errstate(over="ignore"):
-        return case.lower_bound / (1.0 + np.exp(-rate * x))
+    c: dict = {"gate": case.gate, "lower_bound": case.lower_bound, "g": torch.from_numpy(g)[None]}
+    c["A_log"] = None if A_log is None else torch.from_numpy(A_log.reshape(-1)[head : head + 1])
+    c["dt_bias"] = None if dt_bias is None else torch.from_numpy(dt_bias.reshape(case.HV, case.K)[head])
+    return truth_of_calls.log_decay(c)[0].numpy()
 
 
 def _numpy_beta(case: Case, x: float) -> float:

@@ -32,13 +32,13 @@ from ..parallel.checks import broadcast_errors
 from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
 from ..problem.arguments import flag, positive
-from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES, epsilon
+from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, epsilon
 from ..problem.operations import bound as check_bound
-from ..problem.problem import NullIndex
+from ..problem.problem import PARAMETRIC_GATES, PLAIN_GATES, NullIndex
 from ..runtime.explain import Explanation, explain
 from .heads import Share, share_of, share_of_weights
 
-GATES = ("lower_bound", "softplus", "logsigmoid")
+GATES = ("lower_bound", "softplus", *PLAIN_GATES)
 MAX_STEP_TOKENS = 8
 """Up to this many tokens a sequence go through the token recurrence, more through the chunk form."""
 
@@ -85,8 +85,8 @@ class KimiDeltaAttention(nn.Module):
         head_v_dim: `V`, channels of a value head, from the same list; `head_dim` by default.
         conv_size: `W` in 2 to 4, taps of the short convolutions.
         conv_bias: whether they have a bias.
-        gate: of the decay, as in `flashdelta.chunk_kda`: `"lower_bound"`, `"softplus"` (Kimi-Linear) or `"logsigmoid"`, which
-            has no parameters.
+        gate: of the decay, as in `flashdelta.chunk_kda`: `"lower_bound"`, `"softplus"` (Kimi-Linear) or one without parameters,
+            such as `"logsigmoid"`.
         lower_bound: in `[-5, 0)`, of the gate of that name; another one does not read it.
         allow_neg_eigval: write strengths in `[0, 2)`.
         gate_rank: inner width of the two low-rank projections, of the decay and of the output gate; `head_v_dim` by

@@ -94,7 +94,7 @@ def recurrent_kda(
         initial_state_source: a second, read-only pool: sequences start from it, and `initial_state` only receives states.
         initial_state_indices: `[N]` int32 or int64: each sequence's slot in `initial_state_source`.
         beta_is_logit: `sigmoid(beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(beta)`.
-        gate: names the gate directly: `"none"`, `"softplus"`, `"lower_bound"` or `"logsigmoid"`, as in `chunk_kda`.
+        gate: names the gate directly, as in `chunk_kda`.
         state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
         update_state: with False the pool is read-only; `ssm_state_indices` is then `[N]`.

@@ -31,6 +31,8 @@ from .arguments import (
 from .errors import mistyped, rule, wrong
 from .problem import (
     DECODE_TOKENS,
+    GATES,
+    PARAMETRIC_GATES,
     ChunkProblem,
     ChunkTensors,
     CommitProblem,
@@ -39,7 +41,6 @@ from .problem import (
     ConvolutionTensors,
     FusedProblem,
     FusedTensors,
-    GateName,
     NormGate,
     NormProblem,
     NormTensors,
@@ -57,13 +58,10 @@ from .problem import (
 )
 from .split import AUTO, known_lengths
 
-GATES: tuple[str, ...] = get_args(GateName)
 NULL_INDICES: tuple[str, ...] = get_args(NullIndex)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 PREFILL_GATES: tuple[str, ...] = get_args(PrefillGate)
 NORM_GATES: tuple[str, ...] = get_args(NormGate)
-PARAMETRIC_GATES = ("softplus", "lower_bound")
-"""Those that read `A_log` and `dt_bias`."""
 
 HEAD_DIMS = (32, 64, 128, 256)
 DECODE_HEAD_DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

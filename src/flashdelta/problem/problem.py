@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
+GATES: tuple[str, ...] = get_args(GateName)
+PARAMETRIC_GATES = ("softplus", "lower_bound")
+"""Gates that read `A_log` and `dt_bias`."""
+PLAIN_GATES = tuple(gate for gate in GATES if gate not in ("none", *PARAMETRIC_GATES))
+"""Gates without parameters."""
+
 NullIndex = Literal["negative", "non_positive"]
 Precision = Literal["ieee", "tf32x3"]
 NormGate = Literal["sigmoid", "silu"]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem.operations import CHECKPOINT_INTERVAL, PARAMETRIC_GATES
-from ..problem.problem import GateName, record_width
+from ..problem.operations import CHECKPOINT_INTERVAL
+from ..problem.problem import PARAMETRIC_GATES, GateName, record_width
 from .call import CALLS, public_call
 from .devices import find_device
 
