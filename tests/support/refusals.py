@@ -159,28 +159,9 @@ def commit_of_records() -> dict:
 
 
 CONVOLUTION_POOL = {"state_pool": zeros(6, 24, 3), "output_final_state": False}
-
-
-CONVOLUTION_POOL = {"state_pool": zeros(6, 24, 3), "output_final_state": False}
 GRAD = zeros(1, 70, 2, 32).requires_grad_()
 
 # ---- what is refused, whatever the argument -----------------------------------------------------------------------------
-
-STARTS = {
-    **dict.fromkeys(FORWARD, ("plain", "state", "packed", "checkpoint", "pool", "flags", "final", "buffer", "out")),
-    fd.recurrent_kda: ("plain", "packed", "spec", "verify", "source", "mixed", "out"),
-    fd.commit: ("plain", "records"),
-    fd.kda_prefill: ("plain",),
-    wy: ("plain", "packed"),
-    fd.gated_rms_norm: ("heads",),
-    fd.short_convolution: ("plain", "packed", "pool", "out"),
-    fd.fused_kda_decode: ("bias", "spec", "packed"),
-}
-"""Good calls that have every tensor among them."""
-
-
-def wrong_size(x: Tensor) -> Tensor:
-    return torch.cat([x, x], dim=-1)
 
 
 def overlapping(x: Tensor) -> Tensor:

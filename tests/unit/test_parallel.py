@@ -674,7 +674,10 @@ def test_transforms_over_ranks_are_refused(transform):
         ):
             with pytest.raises(NotImplementedError, match=f"{argument}: transforms of"):
                 transform(loss)(x if transform is torch.func.grad else x[None])
-        with forward_ad.dual_level(), pytest.raises(ValueError, match="x must be a tensor without a forward-mode tangent"):
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(ValueError, match="x must be a tensor without a forward-mode tangent"),
+        ):
             halo(forward_ad.make_dual(X, X), context, 3)
 
     on_ranks(2, run)
