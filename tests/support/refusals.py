@@ -332,6 +332,7 @@ REFUSED = {
         bad("final_state", final_state=lambda c: c["checkpoint_states"][1:2]),
     ],
     (CHUNK, "regular"): [
+        *each(checkpoint_every=(0, -64, 32, 100, 2**31, 64.0, True)),
         bad(checkpoint_states=zeros(1, 2, 32, 64)), bad(checkpoint_states=zeros(0, 2, 32, 64), checkpoint_every=128),
     ],
     (DECODE, "plain"): [
@@ -360,6 +361,7 @@ REFUSED = {
         bad("intermediate_states", update_state=True, ssm_state_indices=offsets(*range(9)).view(3, 3)),
         *each(intermediate_states=[zeros(8, *x) for x in ((2, 2, 64, 32), (2, 64, 32), (3, 132))]),
         bad(intermediate_states=zeros(8, 3, 2, 144).double()),
+        *each(intermediate_state_indices=(offsets(1, 2), zeros(3), offsets(1, 2, 3)[None])),
         bad(intermediate_states=zeros(2, 3, 2, 144), initial_state=zeros(3, 2, 64, 32), ssm_state_indices=None),
     ],
     (DECODE, "read_only"): [bad(output_final_state=True)],

@@ -13,7 +13,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..parallel.border import BORDER
 from ..parallel.context import context_in_call, has_context
 from . import device_checks
 from .arguments import (
@@ -90,7 +89,7 @@ MAX_SEGMENTS = 1024
 MAX_CHECKPOINTS = 8
 """Checkpoints a sequence may have in a pool: each adds a chunk slot to every sequence."""
 
-CHECKPOINT_INTERVAL = 64
+INTERVAL_UNIT = 64
 """Tokens between regular checkpoints are a multiple of this: a boundary of chunks of either size."""
 
 MAX_CHECKPOINT_INTERVAL = 2**30
@@ -140,8 +139,8 @@ def check_spec_tokens(value: Any) -> None:
 def check_interval(value: Any) -> None:
     if value is not None:
         check_int("checkpoint_every", value, "an int or None")
-        fits = CHECKPOINT_INTERVAL <= value <= MAX_CHECKPOINT_INTERVAL and value % CHECKPOINT_INTERVAL == 0
-        rule("checkpoint_every", fits, f"a multiple of {CHECKPOINT_INTERVAL} up to 2^30, or None", value)
+        fits = INTERVAL_UNIT <= value <= MAX_CHECKPOINT_INTERVAL and value % INTERVAL_UNIT == 0
+        rule("checkpoint_every", fits, f"a multiple of {INTERVAL_UNIT} up to 2^30, or None", value)
 
 
 def check_gate(c: Arguments, logits: str) -> str:
@@ -342,7 +341,6 @@ def validate_chunk(c: Arguments) -> Made:
     if has_context(c):
         c.cp_context, c.cu_seqlens, c.border = context_in_call(c.cp_context, c.group, c.cu_seqlens, c.q)
     state = check_sequence_tensors(c)
-    c.check("border", str(BORDER), torch.int32)
     check_checkpoints(c, state, *state_dtypes(c.q.dtype), dense=3)
     if c.cp_context is not None:
         c.cp_context.check_tokens(c.q, "q")

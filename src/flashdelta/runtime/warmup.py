@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem.operations import CHECKPOINT_INTERVAL
+from ..problem.operations import INTERVAL_UNIT
 from ..problem.problem import PARAMETRIC_GATES, GateName, record_width
 from .call import CALLS, public_call
 from .devices import find_device
@@ -147,9 +147,7 @@ def warmup(
             offsets = torch.tensor([0, *[T] * N], dtype=cu_seqlens_dtype, device=device) if is_packed else None
             states = _states(kind, is_pool, way, buffer, state, index)
             if buffer != "none":
-                states["checkpoint_states"] = make(
-                    B * -(-T // CHECKPOINT_INTERVAL), *state.shape[1:], dtype=checkpoint_dtype
-                )
+                states["checkpoint_states"] = make(B * -(-T // INTERVAL_UNIT), *state.shape[1:], dtype=checkpoint_dtype)
             for own in _invariances((B, T, H, N)):
                 call(B, T, H, K, V, **states, **own, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
@@ -185,7 +183,7 @@ def _states(
         states = {"initial_state": state if has_state else None, "output_final_state": final}
         states |= {"final_state": torch.empty_like(state)} if own else {}
     marks = dict.fromkeys(("checkpoint_offsets", "checkpoint_indices"), index) if marked else {}
-    return states | marks | ({"checkpoint_every": CHECKPOINT_INTERVAL} if buffer == "regular" else {})
+    return states | marks | ({"checkpoint_every": INTERVAL_UNIT} if buffer == "regular" else {})
 
 
 def _kind(op: Callable) -> str:
