@@ -346,7 +346,7 @@ REFUSED = {
         bad("q", **{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in TOKEN_TENSORS}),
     ],
     (DECODE, "no_state"): [
-        bad(ssm_state_indices=offsets(1)), bad("num_spec_tokens|q", num_spec_tokens=2), bad(update_state=False),
+        bad(ssm_state_indices=lambda c: torch.arange(len(c["q"]))), bad("num_spec_tokens|q", num_spec_tokens=2), bad(update_state=False),
     ],
     (DECODE, "own_slots"): [bad(output=lambda c: c["initial_state"].flatten()[-384:].view(3, 1, 2, 64))],
     (DECODE, "spec"): [
@@ -357,6 +357,8 @@ REFUSED = {
             initial_state_indices=offsets(0, 1, 2)),
     ],
     (DECODE, "verify"): [
+        bad("intermediate_states", num_spec_tokens=None,
+            intermediate_states=lambda c: c["initial_state"].new_zeros(8, 1, *c["initial_state"].shape[1:])),
         bad(num_accepted_tokens=offsets(1, 1, 1)),
         bad("intermediate_states", update_state=True, ssm_state_indices=offsets(*range(9)).view(3, 3)),
         *each(intermediate_states=[zeros(8, *x) for x in ((2, 2, 64, 32), (2, 64, 32), (3, 132))]),
@@ -380,6 +382,7 @@ REFUSED = {
         bad(intermediate_states=None),
         bad(intermediate_states=zeros(6, 3, 2, 32), state_v_first=False, initial_state=zeros(6, 2, 16, 4)),
         *(bad(initial_state=zeros(6, 2, *x), intermediate_states=zeros(6, 3, 2, 32)) for x in ((8, 3), (12, 4))),
+        bad(initial_state=zeros(6, 0, 8, 4), intermediate_states=zeros(6, 3, 0, 8, 4)),
     ],
     (PREFILL, "plain"): [*each(chunk_size=[16], backend=["hopper"])],
     (WY, "plain"): [
