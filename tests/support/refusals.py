@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.problem.problem import record_width
 from flashdelta.runtime.call import CALLS
 
 from .cases import BY_NAME as CASES
@@ -346,7 +347,8 @@ REFUSED = {
         bad("q", **{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in TOKEN_TENSORS}),
     ],
     (DECODE, "no_state"): [
-        bad(ssm_state_indices=lambda c: torch.arange(len(c["q"]))), bad("num_spec_tokens|q", num_spec_tokens=2), bad(update_state=False),
+        bad(ssm_state_indices=lambda c: torch.arange(len(c["q"]))), bad("num_spec_tokens|q", num_spec_tokens=2),
+        bad(update_state=False),
     ],
     (DECODE, "own_slots"): [bad(output=lambda c: c["initial_state"].flatten()[-384:].view(3, 1, 2, 64))],
     (DECODE, "spec"): [
@@ -384,11 +386,22 @@ REFUSED = {
         *(bad(initial_state=zeros(6, 2, *x), intermediate_states=zeros(6, 3, 2, 32)) for x in ((8, 3), (12, 4))),
         bad(initial_state=zeros(6, 0, 8, 4), intermediate_states=zeros(6, 3, 0, 8, 4)),
     ],
-    (PREFILL, "plain"): [*each(chunk_size=[16], backend=["hopper"])],
+    (PREFILL, "plain"): [
+        *each(chunk_size=[16], backend=["hopper"]),
+        bad("q", **{name: lambda c, n=name: c[n][:, :0].contiguous() for name in TOKEN_TENSORS}),
+    ],
     (WY, "plain"): [
         *each(v=(zeros(1, 70, 3, 64), zeros(1, 70, 2, 48)), chunk_size=[16], backend=["hopper"]),
         bad(cu_seqlens=offsets()),
         *each(h=[zeros(1, 2, 2, 64, 32)], dh=[zeros(1, 1, 2, 32, 64)]),
+    ],
+    (FUSED, "softplus"): [
+        *each(A_log=[None], norm_eps=[0.0], lower_bound=[1.0], num_spec_tokens=[17], raw_beta=[zeros(3, 2).double()]),
+        bad(x=lambda c: c["x"][:, :-1]), bad(raw_g=lambda c: c["raw_g"][..., :-1]),
+        *(bad(weight=lambda c, W=W: c["weight"][:, :1].expand(-1, W)) for W in (1, 5)),
+        bad(conv_state=lambda c: c["conv_state"][:, :, 1:]), bad(num_accepted_tokens=lambda c: c["state_indices"]),
+        bad(intermediate_state_indices=lambda c: c["state_indices"]),
+        bad(intermediate_states=lambda c: zeros(8, 1, c["state"].shape[1], record_width(*c["state"].shape[2:]))),
     ],
     (NORM, "heads"): [
         *each(x=(zeros(2, 9, 3, 0), zeros(1, 8193)), eps=(0.0, 1e300, 1e-300)), bad(z=zeros(2, 9, 3, 32).double()),

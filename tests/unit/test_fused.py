@@ -121,38 +121,6 @@ def test_what_hopper_declines(monkeypatch: pytest.MonkeyPatch, changes: dict, dt
     assert not hopper.supported and hopper.reason.startswith(reason)
 
 
-REFUSED: dict[str, Callable[[dict], object]] = {
-    "x": lambda call: call["x"][:, :-1],
-    "weight": lambda call: call["weight"][:, :1],
-    "conv_state": lambda call: call["conv_state"][:, :, 1:],
-    "raw_g": lambda call: call["raw_g"][..., :-1],
-    "raw_beta": lambda call: call["raw_beta"].double(),
-    "A_log": lambda call: None,
-    "state_indices": lambda call: call["state_indices"].float(),
-    "state": lambda call: call["state"].to(torch.float16),
-    "output_gate": lambda call: call["output_gate"].to(torch.float16),
-    "norm_weight": lambda call: call["norm_weight"][1:],
-    "norm_eps": lambda call: 0.0,
-    "output": lambda call: call["x"].new_empty(3, 2, 1, 32),
-    "num_accepted_tokens": lambda call: call["state_indices"],
-    "num_spec_tokens": lambda call: 17,
-    "intermediate_state_indices": lambda call: call["state_indices"],
-    "null_index": lambda call: "none",
-    "lower_bound": lambda call: 1.0,
-    "bias": lambda call: torch.ones(192).double(),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_what_does_not_fit(name: str):
-    """By the argument's name, and nothing is written."""
-    call = make_fused(FUSED_BY_NAME["softplus"])
-    before = [call[pool].clone() for pool in ("state", "conv_state")]
-    with pytest.raises((ValueError, TypeError), match=f"^{name} must .*; got .*"):
-        fd.fused_kda_decode(**call | {name: REFUSED[name](call)})
-    assert all(same_bits(call[pool], x) for pool, x in zip(("state", "conv_state"), before))
-
-
 def test_takes_the_shapes_of_engines():
     """A dimension of one before the rows, flat gates, `A_log [1, 1, HV, 1]`."""
     step = FUSED_BY_NAME["bias"]
