@@ -296,7 +296,7 @@ REFUSED = {
     (FORWARD, "decay"): [
         bad("lower_bound", gate="lower_bound"), bad(lower_bound=-5.0),
         bad(lower_bound=-5.0, gate="softplus", A_log=zeros(2)),
-        bad(dt_bias=zeros(2, 32), gate="logsigmoid"),
+        bad(dt_bias=zeros(2, 32), gate="logsigmoid"), bad(gate="logsigmoid", use_gate_in_kernel=True),
     ],
     (CHUNK, "plain"): [
         bad(cu_seqlens_cpu=offsets(0, 70)),
@@ -394,12 +394,14 @@ REFUSED = {
         *each(v=(zeros(1, 70, 3, 64), zeros(1, 70, 2, 48)), chunk_size=[16], backend=["hopper"]),
         bad(cu_seqlens=offsets()),
         *each(h=[zeros(1, 2, 2, 64, 32)], dh=[zeros(1, 1, 2, 32, 64)]),
+        bad(**{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in ("h", "dh")}),
     ],
     (FUSED, "softplus"): [
         *each(A_log=[None], norm_eps=[0.0], lower_bound=[1.0], num_spec_tokens=[17], raw_beta=[zeros(3, 2).double()]),
         bad(x=lambda c: c["x"][:, :-1]), bad(raw_g=lambda c: c["raw_g"][..., :-1]),
         *(bad(weight=lambda c, W=W: c["weight"][:, :1].expand(-1, W)) for W in (1, 5)),
-        bad(conv_state=lambda c: c["conv_state"][:, :, 1:]), bad(num_accepted_tokens=lambda c: c["state_indices"]),
+        bad(output=lambda c: c["x"].new_empty(3, 2, 1, 32)), bad(conv_state=lambda c: c["conv_state"][:, :, 1:]),
+        bad(num_accepted_tokens=lambda c: c["state_indices"]),
         bad(intermediate_state_indices=lambda c: c["state_indices"]),
         bad(intermediate_states=lambda c: zeros(8, 1, c["state"].shape[1], record_width(*c["state"].shape[2:]))),
     ],
