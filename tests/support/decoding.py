@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashdelta.problem.problem import PLAIN_GATES
+
+from ..fuzz import truth
 from .cases import BF16, FP32, Case
 from .inputs import Source, gate_parameters, packed_offsets, token_tensors
 
@@ -102,7 +105,7 @@ STEPS = [
     Step("gva8", "eight value heads read one key head", H=1, HV=8, B=2, indices=(1, 0)),
     Step("none", "g is the log decay, beta a value", gate="none", beta="value"),
     Step("softplus", "Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit"),
-    Step("logsigmoid", "the gate without parameters", gate="logsigmoid", wide_gate=True),
+    *(Step(gate, "a gate without parameters", gate=gate, wide_gate=True) for gate in PLAIN_GATES),
     Step("no_norm", "keys the caller normalised", l2norm=False, scale=0.3),
     Step("mixed", "q, k, v in one row", layout="mixed", H=2, HV=4),
     Step("mixed_rows", "rows of a wider projection", layout="mixed_rows", state=BF16),
@@ -347,15 +350,8 @@ def _token_rows(step: Step, t: dict) -> list[Tensor]:
 
 
 def _log_decay(step: Step, t: dict, g: Tensor) -> Tensor:
-    if step.gate == "none":
-        return g
-    if step.gate == "logsigmoid":
-        return torch.nn.functional.logsigmoid(g)
-    rate = t["A_log"].double().exp()[:, None]
-    x = g + t["dt_bias"].double().view(step.HV, step.K)
-    if step.gate == "softplus":
-        return -rate * torch.nn.functional.softplus(x)
-    return step.lower_bound * torch.sigmoid(rate * x)
+    parameters = {name: t[name].double() for name in ("A_log", "dt_bias") if step.gate not in ("none", *PLAIN_GATES)}
+    return truth.log_decay({"g": g, "gate": step.gate, "lower_bound": step.lower_bound, **parameters})
 
 
 def named(step: Step, index: int, slots: int) -> bool:

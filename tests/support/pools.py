@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.runtime.torch_ops import POOL
+from flashdelta.runtime import torch_ops
 
 from .cases import BF16, BOUNDED, FP32, Case
 from .decoding import amid, memory_of, untouched
 from .inputs import TOKEN_TENSORS, Source, make_call
 from .oracle import as_recurrent, assert_close, covered_tokens, float64, poisoned_memory, same_bits
+
+POOL = (*torch_ops.POOL, *torch_ops.CHECKPOINTS, *torch_ops.SPECULATIVE)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.stages.launch import StageCall
 from ..kernels.stages.merge import merge, store_ends
-from ..problem.problem import BACKWARD, Problem, Tensors
+from ..problem.problem import BACKWARD, ChunkProblem, ChunkTensors
 from ..program.launch import Launch
 from ..program.program import Outputs, Step
 from ..program.workspace import new
@@ -21,7 +21,7 @@ from .exchange import ALL, EARLIER, LATER, Exchange, exchange, receive, send
 Transition = Callable[[StageCall, Tensor], Launch]
 """A backend's launch that leaves `(M, b)` of the sequences that go on to the next rank in a packet, `Problem.packet_shape`."""
 
-Reverse = Callable[[Problem, Tensors, Tensor | None, Tensor | None], Launch]
+Reverse = Callable[[ChunkProblem, ChunkTensors, Tensor | None, Tensor | None], Launch]
 """A backend's scan from the gradients of final states to those of initial ones."""
 
 
@@ -69,7 +69,7 @@ def with_rank_exchange(
     return before, from_here, final_state, [*after, store_ends(call, final_state)]
 
 
-def kept_packets(problem: Problem, outputs: Outputs) -> Tensor:
+def kept_packets(problem: ChunkProblem, outputs: Outputs) -> Tensor:
     """Room for the packets of all ranks, which a forward with gradients leaves for its backward pass."""
     packets = room_for_packets(problem, outputs.device)
     if problem.requires_grad:
@@ -77,11 +77,11 @@ def kept_packets(problem: Problem, outputs: Outputs) -> Tensor:
     return packets
 
 
-def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
+def room_for_packets(problem: ChunkProblem, device: torch.device) -> Tensor:
     return new(problem.packet_shape, torch.float32, device)
 
 
-def send_gradients(problem: Problem, device: torch.device) -> Exchange:
+def send_gradients(problem: ChunkProblem, device: torch.device) -> Exchange:
     """Of the gradients of the states before this rank's tokens, to earlier ranks."""
     offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, device)
     own = new(offsets.shape[1:], torch.float32, device)

@@ -30,7 +30,7 @@ class Outputs(dict[str, Tensor]):
     @classmethod
     def of(cls, problem: Problem, t: Tensors) -> Outputs:
         """All results of a call, some of which may be tensors of the caller's."""
-        outputs, given = cls(t.device), t.given()
+        outputs, given = cls(t.device), t.caller_outputs()
         for name, result in problem.results().items():
             if name in given:
                 outputs[name] = given[name]
@@ -61,9 +61,11 @@ class Program:
         with _current(self.outputs.device):
             for launch in self.launches:
                 compiled = launch.run()
-                if recorder is not None and isinstance(launch, Exchange):
+                if recorder is None:
+                    pass
+                elif isinstance(launch, Exchange):
                     recorder.add_exchange(launch, self.outputs, self.outputs.zeroed)
-                elif recorder is not None:
+                else:
                     recorder.add(launch, compiled, self.outputs, self.outputs.zeroed, self.copied)
                 del launch
         if recorder is not None:
