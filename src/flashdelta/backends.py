@@ -13,7 +13,19 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .problem.problem import Problem, Tensors, Written
+from .problem.errors import wrong
+from .problem.problem import (
+    GATES,
+    AttentionProblem,
+    ChunkProblem,
+    CommitProblem,
+    NormProblem,
+    Problem,
+    StepProblem,
+    Tensors,
+    Written,
+    WyProblem,
+)
 from .problem.split import planned_parts
 
 T = TypeVar("T")
@@ -38,7 +50,7 @@ class Backend:
 
     name: str
     summary: str
-    gates: tuple[str, ...] = ("none", "softplus", "lower_bound", "logsigmoid", "cumulative", "cumulative_log2")
+    gates: tuple[str, ...] = (*GATES, "cumulative", "cumulative_log2")
     """Those that its code knows; the last two are stage WY's, whose `g` is summed up."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
@@ -46,11 +58,13 @@ class Backend:
         raise NotImplementedError
 
     def _gate_obstacle(self, problem: Problem) -> str | None:
-        return None if problem.gate in self.gates else f"gate {problem.gate!r}; it knows {', '.join(self.gates)}"
+        if isinstance(problem, AttentionProblem) and problem.gate not in self.gates:
+            return f"gate {problem.gate!r}; it knows {', '.join(self.gates)}"
+        return None
 
     def _ranks_obstacle(self, problem: Problem) -> str | None:
         """Of kernels, which merge the states of other ranks in one piece."""
-        if problem.ranks > 1 and problem.K > 128:
+        if isinstance(problem, ChunkProblem) and problem.ranks > 1 and problem.K > 128:
             return f"K = {problem.K} over several ranks; it takes up to 128 there"
         return None
 
@@ -62,7 +76,7 @@ class Backend:
         """The plan of a call that meets no obstacle, or of its backward pass."""
         raise NotImplementedError
 
-    def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
         """Segments that each sequence is cut into, from its `chunks [N]` (`problem/split.py`)."""
         raise NotImplementedError
 
@@ -114,6 +128,10 @@ def has_gluon() -> bool:
     return _found("triton.experimental.gluon.language.nvidia.hopper")
 
 
+def layout(problem: StepProblem | CommitProblem) -> str:
+    return f"{problem.state_dtype}, {'V' if problem.state_v_first else 'K'} first"
+
+
 class HopperBackend(Backend):
     name = "hopper"
     summary = "Gluon kernels for Hopper GPUs (sm_90)"
@@ -128,7 +146,7 @@ class HopperBackend(Backend):
             self._device_obstacle(device)
             or self._gate_obstacle(problem)
             or self._ranks_obstacle(problem)
-            or self._problem_obstacle(problem.in_chunks)
+            or self._problem_obstacle(problem)
         )
 
     def _device_obstacle(self, device: torch.device) -> str | None:
@@ -146,13 +164,13 @@ class HopperBackend(Backend):
         return None
 
     def _problem_obstacle(self, problem: Problem) -> str | None:
-        if problem.operation == "fused_decode":
-            return self._fused_obstacle(problem)
-        if problem.shape:
+        if isinstance(problem, CommitProblem):
+            return self._commit_obstacle(problem)
+        if isinstance(problem, StepProblem):
+            return (self._fused_obstacle if problem.operation == "fused_decode" else self._step_obstacle)(problem)
+        if not isinstance(problem, ChunkProblem):
             return "no kernels of its own for the layer around attention"
-        if problem.operation in ("recurrent", "decode", "commit"):
-            return self._step_obstacle(problem)
-        if problem.operation == "wy":
+        if isinstance(problem, WyProblem):
             dtypes = {"A": problem.A_dtype, "h": problem.state_dtype, "dh": problem.state_grad_dtype}
             other = next((name for name, dtype in dtypes.items() if dtype != torch.bfloat16), None)
             if other is not None:
@@ -172,54 +190,53 @@ class HopperBackend(Backend):
             return f"more than 2^31 workspace rows ({problem.B} x {problem.T} tokens, {problem.HV} heads)"
         return None
 
-    def _head_obstacle(self, problem: Problem) -> str | None:
+    def _head_obstacle(self, problem: AttentionProblem) -> str | None:
         if problem.dtype != torch.bfloat16:
             return f"dtype {problem.dtype}; it computes in bfloat16"
         return self._width_obstacle(problem)
 
-    def _width_obstacle(self, problem: Problem) -> str | None:
+    def _width_obstacle(self, problem: AttentionProblem | CommitProblem) -> str | None:
         if problem.K not in self.HEAD_DIMS or problem.V not in self.HEAD_DIMS:
             return f"K = {problem.K}, V = {problem.V}; it takes 64 and 128"
         return None
 
-    def _step_obstacle(self, problem: Problem) -> str | None:
+    def _step_obstacle(self, problem: StepProblem) -> str | None:
         """Why it can't run a call token by token."""
-        layout = "V" if problem.state_v_first else "K"
         if problem.has_records:
-            return self._record_obstacle(problem, layout)
-        if problem.operation == "commit":
-            return "no copies of states; it has the chunk form, steps of decoding, and replay"
+            return self._record_obstacle(problem) or self._head_obstacle(problem)
         if problem.T != 1 or problem.packed or problem.stores_each_state:
             return "several tokens a sequence; token by token it takes one"
         if {problem.state_dtype, problem.final_dtype} != {torch.bfloat16} or not problem.state_v_first:
-            return f"states in {problem.state_dtype}, {layout} first; it takes bfloat16, V first"
+            return f"states in {layout(problem)}; it takes bfloat16, V first"
         return self._head_obstacle(problem)
 
-    def _fused_obstacle(self, problem: Problem) -> str | None:
+    def _commit_obstacle(self, problem: CommitProblem) -> str | None:
+        if not problem.has_records:
+            return "no copies of states; it has the chunk form, steps of decoding, and replay"
+        return self._record_obstacle(problem) or self._width_obstacle(problem)
+
+    def _fused_obstacle(self, problem: StepProblem) -> str | None:
         """Why it can't run a step of the layer."""
         if problem.T != 1 or problem.packed or problem.stores_each_state or problem.has_records:
             return "several tokens a sequence; in a step of the layer it takes one"
         if problem.dtype == torch.float64:
             return "float64; in a step of the layer it takes bfloat16, float16 and float32"
         if not problem.state_v_first or problem.state_dtype not in (torch.bfloat16, torch.float32):
-            layout = "V" if problem.state_v_first else "K"
-            return f"states in {problem.state_dtype}, {layout} first; it takes float32 and bfloat16, V first"
+            return f"states in {layout(problem)}; it takes float32 and bfloat16, V first"
         if problem.K != problem.V:
             return f"K = {problem.K}, V = {problem.V}; in a step of the layer it takes as many"
         return self._width_obstacle(problem)
 
-    def _record_obstacle(self, problem: Problem, layout: str) -> str | None:
+    def _record_obstacle(self, problem: StepProblem | CommitProblem) -> str | None:
         """Why it can't write or replay records."""
         if problem.state_dtype == torch.float64 or not problem.state_v_first:
-            return f"states in {problem.state_dtype}, {layout} first; it takes float32 and bfloat16, V first"
-        if problem.operation == "commit":
-            return self._width_obstacle(problem)
-        return self._head_obstacle(problem)
+            return f"states in {layout(problem)}; it takes float32 and bfloat16, V first"
+        return None
 
     def build(self, problem: Problem, t: Tensors) -> Executable:
-        return build_hopper(problem.in_chunks, t)
+        return build_hopper(problem, t)
 
-    def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
         from .kernels.hopper.build import in_steps
         from .kernels.hopper.segments import SPLIT_COSTS, room
 
@@ -261,13 +278,9 @@ class TritonBackend(Backend):
             return obstacle
         if problem.dtype == torch.float64:
             return "float64; it takes bfloat16, float16 and float32"
-        if problem.operation == "gated_rms_norm" and math.prod(problem.shape[:-1]) >= self.MAX_ROWS:
+        if isinstance(problem, NormProblem) and math.prod(problem.shape[:-1]) >= self.MAX_ROWS:
             return "2^31 rows or more"
-        if (
-            device.type == "cpu"
-            and problem.dtype == torch.bfloat16
-            and problem.in_chunks.operation in ("chunk", "prefill", "wy")
-        ):
+        if device.type == "cpu" and problem.dtype == torch.bfloat16 and isinstance(problem, ChunkProblem):
             return "the interpreter multiplies bfloat16 wrongly; it takes float16 and float32 there"
         return None
 
@@ -277,9 +290,9 @@ class TritonBackend(Backend):
     def build(self, problem: Problem, t: Tensors) -> Executable:
         from .kernels.triton.build import build  # decorated kernels read TRITON_INTERPRET when first imported
 
-        return build(problem.in_chunks, t)
+        return build(problem, t)
 
-    def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
         from .kernels.triton.segments import SPLIT_COSTS, room
         from .program.launch import capability, sm_count
 
@@ -303,7 +316,7 @@ class ReferenceBackend(Backend):
 
         return build(problem, t)
 
-    def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
         return torch.ones_like(chunks)
 
 
@@ -353,10 +366,10 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     if not isinstance(name, str) or name != "auto":
         backend = next((b for b in BACKENDS if isinstance(name, str) and b.name == name), None)
         if backend is None:
-            raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
+            raise wrong("backend", repr(name), f"one of {NAMES}")
         obstacle = backend.obstacle(problem, device)
         if obstacle:
-            raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")
+            raise wrong("backend", repr(name), f"one that can run this call ({name}: {obstacle})")
         return backend
     able = [b for b in BACKENDS if b.obstacle(problem, device) is None]
     return next((b for b in able if b.drawback(problem, device) is None), able[0])

@@ -175,9 +175,9 @@ SURROUNDINGS: dict[str, Callable[[Case], contextlib.AbstractContextManager]] = {
 
 
 def names_argument(error: Exception, spec: Spec) -> bool:
-    """`argument: got ..., wanted ...`, or what Python says of an argument that is missing or unknown."""
+    """`argument must be ...; got ...`, or what Python says of an argument that is missing or unknown."""
     text = str(error)
-    match = re.match(r"(\w+): got .+, wanted .+", text, re.S)
+    match = re.match(r"(\w+) must be .+; got .+", text, re.S)
     if match:
         return match[1] in inspect.signature(spec.function).parameters
     return isinstance(error, TypeError) and bool(re.match(r"\w+\(\) (missing|got an unexpected)", text))

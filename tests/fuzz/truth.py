@@ -83,7 +83,7 @@ def log_decay(c: dict) -> Tensor:
         return x
     if gate == "logsigmoid":
         return -F.softplus(-x)
-    heads = x.shape[2]
+    heads = x.shape[-2]
     rate = torch.ones((), dtype=x.dtype) if c.get("A_log") is None else c["A_log"].reshape(heads, 1).exp()
     x = x if c.get("dt_bias") is None else x + c["dt_bias"].reshape(heads, -1)
     return -rate * F.softplus(x) if gate == "softplus" else bound * torch.sigmoid(rate * x)

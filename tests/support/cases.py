@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from flashdelta.problem.problem import PLAIN_GATES
+
 
 @dataclass(frozen=True)
 class Case:
@@ -98,7 +100,7 @@ GATE_CASES = [
     Case("bounded_no_A", "A_log is optional with a bound", has_A_log=False, **BOUNDED),
     Case("bounded_bare", "neither parameter", has_A_log=False, has_dt_bias=False, **BOUNDED),
     Case("bound_half", "a bound that is not -5", gate="lower_bound", lower_bound=-0.5),
-    Case("logsigmoid", "the gate without parameters", gate="logsigmoid"),
+    *(Case(gate, "a gate without parameters", gate=gate) for gate in PLAIN_GATES),
     Case("logsigmoid_promised", "the same with a promise", gate="logsigmoid", safe=True),
     Case("wide_gate", "fp32 g and beta beside half-precision q, k, v", wide_gate=True, **BOUNDED),
     Case("wide_decay", "the same for the plain decay", wide_gate=True),

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flashdelta.problem.problem import PLAIN_GATES
+
 from .cases import BF16, FP32, Case
 from .inputs import Source, gate_parameters, packed_offsets, token_tensors
 
@@ -98,7 +100,7 @@ STEPS = [
     Step("gva8", "eight value heads read one key head", H=1, HV=8, B=2, indices=(1, 0)),
     Step("none", "g is the log decay, beta a value", gate="none", beta="value"),
     Step("softplus", "Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit"),
-    Step("logsigmoid", "the gate without parameters", gate="logsigmoid", wide_gate=True),
+    *(Step(gate, "a gate without parameters", gate=gate, wide_gate=True) for gate in PLAIN_GATES),
     Step("no_norm", "keys the caller normalised", l2norm=False, scale=0.3),
     Step("mixed", "q, k, v in one row", layout="mixed", H=2, HV=4),
     Step("mixed_rows", "rows of a wider projection", layout="mixed_rows", state=BF16),

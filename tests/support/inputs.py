@@ -63,8 +63,8 @@ def settings(case: Case) -> dict:
     if case.gate in ("softplus", "lower_bound"):
         bound = case.lower_bound if case.gate == "lower_bound" else None
         asked |= {"use_gate_in_kernel": True, "lower_bound": bound}
-    elif case.gate == "logsigmoid":
-        asked["gate"] = "logsigmoid"
+    elif case.gate != "none":
+        asked["gate"] = case.gate
     if case.beta != "value":
         asked |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.beta == "double_logit"}
     if case.scale is not None:

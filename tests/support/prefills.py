@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flashdelta import reference
 from flashdelta.problem.operations import PREFILL_SIZES, prefill_problem
-from flashdelta.problem.problem import Tensors
 
 from .cases import FP32, HARD_CASES, LENGTHS, Case
 from .inputs import make_call
@@ -62,9 +61,9 @@ def prefill_call(case: Case, device: str | torch.device = "cpu", seed: int = 0) 
 
 def truth(call: dict) -> Results:
     """The reference in float64."""
-    exact = [call[name].double() for name in INPUTS]
+    exact = {name: call[name].double() for name in INPUTS}
     options = SimpleNamespace(**{"scale": None, "precision": "ieee"} | call)
-    return tuple(reference.prefill(*prefill_problem(options, Tensors(*exact))).values())
+    return tuple(reference.prefill(*prefill_problem(options, exact)).values())
 
 
 def hold(case: Case, results: Results, want: Results) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.problem.problem import record_width
 from flashdelta.runtime.call import CALLS
 
 from .cases import BY_NAME as CASES
@@ -53,8 +55,13 @@ class Refusal:
         return good, good | (made.pop("", None) or {}) | made
 
     def expect(self, op: Callable, call: dict) -> None:
-        with pytest.raises((ValueError, TypeError), match=rf"(?s)^({self.argument}): got .+, wanted ."):
+        with pytest.raises((ValueError, TypeError), match=rf"(?s)^({self.argument}) must be .+; got .+"):
             op(**call)
+
+
+def says(message: str, text: str) -> bool:
+    """Whether a refusal reads so; `...` stands for any words."""
+    return re.search(".*".join(map(re.escape, message.split("..."))), text, re.S) is not None
 
 
 def bad(of: str | None = None, /, **changes: object) -> tuple[str, dict]:
@@ -288,7 +295,7 @@ REFUSED = {
     (FORWARD, "decay"): [
         bad("lower_bound", gate="lower_bound"), bad(lower_bound=-5.0),
         bad(lower_bound=-5.0, gate="softplus", A_log=zeros(2)),
-        bad(dt_bias=zeros(2, 32), gate="logsigmoid"),
+        bad(dt_bias=zeros(2, 32), gate="logsigmoid"), bad(gate="logsigmoid", use_gate_in_kernel=True),
     ],
     (CHUNK, "plain"): [
         bad(cu_seqlens_cpu=offsets(0, 70)),
@@ -323,6 +330,7 @@ REFUSED = {
         bad("final_state", final_state=lambda c: c["checkpoint_states"][1:2]),
     ],
     (CHUNK, "regular"): [
+        *each(checkpoint_every=(0, -64, 32, 100, 2**31, 64.0, True)),
         bad(checkpoint_states=zeros(1, 2, 32, 64)), bad(checkpoint_states=zeros(0, 2, 32, 64), checkpoint_every=128),
     ],
     (DECODE, "plain"): [
@@ -335,7 +343,8 @@ REFUSED = {
         bad("q", **{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in TOKEN_TENSORS}),
     ],
     (DECODE, "no_state"): [
-        bad(ssm_state_indices=offsets(1)), bad("num_spec_tokens|q", num_spec_tokens=2), bad(update_state=False),
+        bad(ssm_state_indices=lambda c: torch.arange(len(c["q"]))), bad("num_spec_tokens|q", num_spec_tokens=2),
+        bad(update_state=False),
     ],
     (DECODE, "own_slots"): [bad(output=lambda c: c["initial_state"].flatten()[-384:].view(3, 1, 2, 64))],
     (DECODE, "spec"): [
@@ -346,10 +355,13 @@ REFUSED = {
             initial_state_indices=offsets(0, 1, 2)),
     ],
     (DECODE, "verify"): [
+        bad("intermediate_states", num_spec_tokens=None,
+            intermediate_states=lambda c: c["initial_state"].new_zeros(8, 1, *c["initial_state"].shape[1:])),
         bad(num_accepted_tokens=offsets(1, 1, 1)),
         bad("intermediate_states", update_state=True, ssm_state_indices=offsets(*range(9)).view(3, 3)),
         *each(intermediate_states=[zeros(8, *x) for x in ((2, 2, 64, 32), (2, 64, 32), (3, 132))]),
         bad(intermediate_states=zeros(8, 3, 2, 144).double()),
+        *each(intermediate_state_indices=(offsets(1, 2), zeros(3), offsets(1, 2, 3)[None])),
         bad(intermediate_states=zeros(2, 3, 2, 144), initial_state=zeros(3, 2, 64, 32), ssm_state_indices=None),
     ],
     (DECODE, "read_only"): [bad(output_final_state=True)],
@@ -368,11 +380,26 @@ REFUSED = {
         bad(intermediate_states=None),
         bad(intermediate_states=zeros(6, 3, 2, 32), state_v_first=False, initial_state=zeros(6, 2, 16, 4)),
         *(bad(initial_state=zeros(6, 2, *x), intermediate_states=zeros(6, 3, 2, 32)) for x in ((8, 3), (12, 4))),
+        bad(initial_state=zeros(6, 0, 8, 4), intermediate_states=zeros(6, 3, 0, 8, 4)),
     ],
-    (PREFILL, "plain"): [*each(chunk_size=[16], backend=["hopper"])],
+    (PREFILL, "plain"): [
+        *each(chunk_size=[16], backend=["hopper"]),
+        bad("q", **{name: lambda c, n=name: c[n][:, :0].contiguous() for name in TOKEN_TENSORS}),
+    ],
     (WY, "plain"): [
         *each(v=[zeros(1, 70, 3, 64)], chunk_size=[16], backend=["hopper"], dh=[zeros(1, 1, 2, 32, 64)]),
         bad(cu_seqlens=offsets()),
+        *each(h=[zeros(1, 2, 2, 64, 32)], dh=[zeros(1, 1, 2, 32, 64)]),
+        bad(**{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in ("h", "dh")}),
+    ],
+    (FUSED, "softplus"): [
+        *each(A_log=[None], norm_eps=[0.0], lower_bound=[1.0], num_spec_tokens=[17], raw_beta=[zeros(3, 2).double()]),
+        bad(x=lambda c: c["x"][:, :-1]), bad(raw_g=lambda c: c["raw_g"][..., :-1]),
+        *(bad(weight=lambda c, W=W: c["weight"][:, :1].expand(-1, W)) for W in (1, 5)),
+        bad(output=lambda c: c["x"].new_empty(3, 2, 1, 32)), bad(conv_state=lambda c: c["conv_state"][:, :, 1:]),
+        bad(num_accepted_tokens=lambda c: c["state_indices"]),
+        bad(intermediate_state_indices=lambda c: c["state_indices"]),
+        bad(intermediate_states=lambda c: zeros(8, 1, c["state"].shape[1], record_width(*c["state"].shape[2:]))),
     ],
     (NORM, "heads"): [
         *each(x=(zeros(2, 9, 3, 0), zeros(1, 8193)), eps=(0.0, 1e300, 1e-300)),

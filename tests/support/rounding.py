@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flashdelta.problem.problem import Problem, Tensors
+from flashdelta.problem.problem import ChunkProblem, ChunkTensors
 from flashdelta.reference.chunk import chunk_kda, from_chunks, prepare, to_chunks
 from flashdelta.reference.gate import elementwise_inputs
 from flashdelta.reference.states import states_in, states_out
@@ -32,7 +32,7 @@ def substitute(system: Tensor, right: Tensor) -> Tensor:
     return x.to(system.dtype)
 
 
-def rounding_error(problem: Problem, t: Tensors) -> tuple[float, float]:
+def rounding_error(problem: ChunkProblem, t: ChunkTensors) -> tuple[float, float]:
     """Relative errors of `o` and the final state of the chunk form (docs/algorithm.md) in float64, but for rounding each
     matrix operand to q's dtype once and solving for `inverse` in float32, as every kernel does.
 
@@ -43,9 +43,9 @@ def rounding_error(problem: Problem, t: Tensors) -> tuple[float, float]:
     wide = torch.float64
     dtypes = dict.fromkeys(("dtype", "output_dtype", "g_dtype", "beta_dtype", "state_dtype"), wide)
     exact = replace(problem, **dtypes, output_final_state=True)
-    named = {f.name: getattr(t, f.name) for f in fields(Tensors)}
-    doubles = Tensors(**{name: None if x is None else x.double() for name, x in named.items()})
+    doubles = ChunkTensors(**{role: x.double() for role, x in t.present().items()})
     o, state, _ = chunk_kda(exact, doubles)
+    assert state is not None
 
     def once(x: Tensor) -> Tensor:
         return round_once(x, problem.dtype)

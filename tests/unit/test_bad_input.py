@@ -116,7 +116,7 @@ def test_options_are_keyword_only(op: Callable):
 )
 def test_triton_backend_says_why_not(interpreted: str, changes: dict, why: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    with pytest.raises(ValueError, match=rf"^backend: got 'triton', wanted .*{why}"):
+    with pytest.raises(ValueError, match=rf"^backend must be .*{why}.*; got 'triton'"):
         fd.chunk_kda(**good_call(fd.chunk_kda, "plain") | changes, backend="triton")
 
 
@@ -128,7 +128,7 @@ def test_without_triton_it_is_what_lacks(backend: str, monkeypatch: pytest.Monke
     explained = fd.explain(fd.chunk_kda, **good_call(fd.chunk_kda, "plain"), device="cuda")
     assert {v.backend: v.reason for v in explained.verdicts}[backend] == "Triton is not installed"
     if backend == "triton":
-        with pytest.raises(ValueError, match=r"^backend: got 'triton', wanted .*\(triton: Triton is not installed\)"):
+        with pytest.raises(ValueError, match=r"^backend must be .*\(triton: Triton is not installed\); got 'triton'"):
             fd.chunk_kda(**good_call(fd.chunk_kda, "plain"), backend=backend)
 
 
@@ -146,7 +146,7 @@ BAD_RECORDS = {
 def test_replay_buffer_refuses_by_name(name: str, value: object):
     good = {"rows": 4, "num_spec_tokens": 3, "HV": 2, "K": 64, "V": 128}
     assert fd.replay_buffer(**good).shape == (4, 4, 2, 272)
-    with pytest.raises((ValueError, TypeError), match=f"^{name}: got .+, wanted "):
+    with pytest.raises((ValueError, TypeError), match=f"^{name} must be .+; got "):
         fd.replay_buffer(**good | {name: value})
 
 

@@ -19,6 +19,7 @@ from ..support.cases import Case
 from ..support.inputs import make_call
 from ..support.oracle import same_bits
 from ..support.ranks import Cut, incoming_of
+from ..support.refusals import says
 from ..support.virtual import VirtualRank, on_ranks
 
 OFFSETS = torch.tensor([0, 20, 96])
@@ -101,8 +102,8 @@ def test_a_capture_without_room_is_refused_on_every_rank(before: list[int], capt
             exchanged(group, [20_000])
         return str(refused.value)
 
-    wanted = "cp_context: got a CUDA graph's capture before a call of its size, wanted one call like it first"
-    assert all(text.startswith(wanted) for text in on_ranks(2, run))
+    wanted = "cp_context must ...; got a capture before a call of its size"
+    assert all(says(wanted, text) for text in on_ranks(2, run))
 
 
 # ---- calls --------------------------------------------------------------------------------------------------------------
@@ -204,5 +205,5 @@ def test_every_rank_finds_the_same_way(name: str, monkeypatch: pytest.MonkeyPatc
         except ValueError as refused:
             return way, str(refused)
 
-    wanted = ("put", "put") if obstacle is None else ("gather", f"exchange: got 'put', wanted 'gather' ({obstacle}")
+    wanted = ("put", "put") if obstacle is None else ("gather", f"exchange must be 'gather' ({obstacle}...; got 'put'")
     assert all(way == wanted[0] and text.startswith(wanted[1]) for way, text in on_ranks(2, run))

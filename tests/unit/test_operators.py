@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.problem import device_checks
-from flashdelta.problem.problem import inputs_of
+from flashdelta.problem.problem import Tensors, inputs_of
 from flashdelta.runtime import call as road
 from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
@@ -179,8 +179,11 @@ def test_device_capability_is_no_node_of_the_graph(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}, "allow_neg_eigval: got True"),
-        ({"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)}, "final_state: got dtype torch.float16"),
+        ({"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}, "allow_neg_eigval must be False"),
+        (
+            {"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)},
+            "final_state must be of dtype float32",
+        ),
     ],
     ids=["rule", "dtype"],
 )
@@ -217,7 +220,7 @@ def test_opcheck(op: Callable, make: Callable[[], dict], way: str):
             if isinstance(x, Tensor) and x.is_floating_point():
                 x.requires_grad_()
     problem, t = check(op, **call)
-    if way == "out" and t.v is not None:
+    if way == "out" and op is not fd.commit:
         t = replace(t, out=torch.empty_like(t.v))
     operator = operator_of(problem, t)
     torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"))
@@ -234,10 +237,9 @@ def test_opcheck_of_those_without_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("case", named("bounded", "state", "packed_int32", "no_final_state"), ids=case_id)
-def test_opcheck_backward(case: Case, op):
-    arguments = FORWARD.arguments(*check(op, **short_call(case, op)), "reference")
+def test_opcheck_backward(case: Case):
+    arguments = FORWARD.arguments(*check(fd.chunk_kda, **short_call(case, fd.chunk_kda)), "reference")
     o, final_state, _ = torch.ops.flashdelta.kda_forward(*arguments)
     grads = torch.randn_like(o), torch.randn_like(final_state)
     torch.library.opcheck(torch.ops.flashdelta.kda_backward, (*grads, *arguments))
@@ -279,7 +281,7 @@ def test_eager_and_operator_give_the_same_bits(op):
     """A call without gradients skips the dispatcher; one with them goes through the operator."""
     call = short_call(BY_NAME["state"], op)
     through = op(**call | {"v": call["v"].clone().requires_grad_()})
-    for a, b in zip(op(**call), through):
+    for a, b in zip(fd.chunk_kda(**call), through):  # as which every call with gradients runs
         assert same_bits(a, b)
 
 
@@ -346,7 +348,7 @@ def test_explain_runs_nothing_and_takes_meta_tensors(op):
 
 
 def test_explain_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"^op: got .*, wanted one of flashdelta\."):
+    with pytest.raises(ValueError, match=r"^op must be one of flashdelta\..*; got .*"):
         fd.explain(torch.matmul, **short_call(BY_NAME["bounded"], fd.chunk_kda))
 
 
@@ -402,7 +404,7 @@ def test_warmup_refuses_what_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     rows = {"q": (fd.chunk_kda, [(48, 64)]), "op": (torch.matmul,), "device": (fd.chunk_kda,)}
     for argument, given in rows.items():
-        with pytest.raises(ValueError, match=f"^{argument}: got "):
+        with pytest.raises(ValueError, match=f"^{argument} must .*; got "):
             fd.warmup(*given, **({"device": "cpu"} if argument == "q" else {}))
 
 
@@ -442,7 +444,7 @@ def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: road
     if call.operation.no_gradients is not None:
         pytest.skip(call.operation.no_gradients)
     named = SimpleNamespace(operation=call.kind)
-    replayed = Differentiable(named, None, road.CACHE, call.tensors, True)
+    replayed = Differentiable(named, Tensors, None, road.CACHE, call.tensors, True)
     assert [call.tensors[i] for i in replayed.places] == [*replayed.inputs]
     own = inputs_of(call.kind)
     assert {*replayed.inputs} >= {*(INPUTS if own is inputs_of("chunk") else own)}

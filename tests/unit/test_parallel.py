@@ -30,6 +30,7 @@ from ..support.cases import BY_NAME, Case
 from ..support.inputs import make_call
 from ..support.layers import HIDDEN, make_layer
 from ..support.ranks import Cut, Found, fla_context, incoming_of, results_of
+from ..support.refusals import says
 from ..support.virtual import on_ranks
 
 FP64 = torch.float64
@@ -345,29 +346,29 @@ CALLS = {
 }
 NOBODY = torch.distributed.GroupMember.NON_GROUP_MEMBER
 REFUSED = {
-    "kda_tokens": (of_case(T=31), "q: got shape [1, 31, 2, 32], wanted [1, T, 2, 32] with the context's T = 32"),
-    "kda_rows": (of_case(B=2), "q: got batch size 2"),
+    "kda_tokens": (of_case(T=31), "q must be [1, T, 2, 32] with the context's T = 32...; got shape [1, 31, 2, 32]"),
+    "kda_rows": (of_case(B=2), "q must ...; got batch size 2"),
     "other_device": (
         lambda c: kda(c, **{name: x.to("meta") for name, x in small_call().items() if isinstance(x, Tensor)}),
-        "cp_context: got device cpu",
+        "cp_context must ...; got device cpu",
     ),
-    "both": (lambda c: kda(c, group=c.group), "group: got a group with cp_context"),
-    "offsets": (with_options(cu_seqlens=OFFSETS), "cu_seqlens: got a tensor with cp_context"),
-    "states": (with_options(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state: got shape"),
-    "zigzag": (lambda c: kda(other_of_fla(c.group, layout="zigzag")), "cp_context: got layout 'zigzag'"),
-    "context_indivisible": (context_of(torch.tensor([0, 63])), "cu_seqlens: got 63 tokens"),
-    "context_falling": (context_of(torch.tensor([0, 9, 8])), "cu_seqlens: got offsets that fall"),
-    "context_room": (context_of(max_sequences=1), "max_sequences: got 1"),
-    "update_last": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens: got last offset 65"),
+    "both": (lambda c: kda(c, group=c.group), "group must ...; got both"),
+    "offsets": (with_options(cu_seqlens=OFFSETS), "cu_seqlens must ...; got a tensor with cp_context"),
+    "states": (with_options(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state must ...; got shape"),
+    "zigzag": (lambda c: kda(other_of_fla(c.group, layout="zigzag")), "cp_context must ...; got layout 'zigzag'"),
+    "context_indivisible": (context_of(torch.tensor([0, 63])), "cu_seqlens must ...; got 63 tokens"),
+    "context_falling": (context_of(torch.tensor([0, 9, 8])), "cu_seqlens must ...; got 9 then 8"),
+    "context_room": (context_of(max_sequences=1), "max_sequences must ...; got 1"),
+    "update_last": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens must ...; got last offset 65"),
     "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache must be left out with cp_context; got one"),
-    "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
+    "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context must ...; got one for 3 taps"),
     # its halo has passed the checks on all ranks then
-    "layer_between_exchanges": (lambda c: in_layer(c, backend="triton"), "backend: got 'triton'"),
-    "fla_halo": (of_fla(pre_num_conv_tokens=None), "context: got one without pre_num_conv_tokens"),
-    "fla_before": (of_fla(pre_num_ranks=2), "cp_context: got pre_num_ranks 2"),
-    "fla_offsets": (of_fla(cu_seqlens_cpu=torch.tensor([2, 32])), "cu_seqlens: got first offset 2"),
-    "halo_width": (halo_of(0), "width: got 0"),
-    "halo_tokens": (lambda c: halo(torch.zeros(1, 2, 3), c.group, 3), "x: got 2 tokens"),
+    "layer_between_exchanges": (lambda c: in_layer(c, backend="triton"), "backend must ...; got 'triton'"),
+    "fla_halo": (of_fla(pre_num_conv_tokens=None), "context must ...; got one without pre_num_conv_tokens"),
+    "fla_before": (of_fla(pre_num_ranks=2), "cp_context must ...; got pre_num_ranks 2"),
+    "fla_offsets": (of_fla(cu_seqlens_cpu=torch.tensor([2, 32])), "cu_seqlens must ...; got first offset 2"),
+    "halo_width": (halo_of(0), "width must ...; got 0"),
+    "halo_tokens": (lambda c: halo(torch.zeros(1, 2, 3), c.group, 3), "x must ...; got 2 tokens"),
 }
 """A call by a rank's context, whose first word tells what other ranks call, and what it says."""
 
@@ -387,10 +388,10 @@ def heard(*calls: Callable) -> list[str]:
 
 
 UNTOLD = {
-    "group": (context_of(group="world"), "group: got str"),
-    "other_group": (context_of(group=NOBODY), "group: got a group that this process is not in"),
-    "no_context": (lambda c: kda(7), "cp_context: got int"),
-    "fla_disabled": (of_fla(group=None), "cp_context: got one whose group is None"),
+    "group": (context_of(group="world"), "group must ...; got str"),
+    "other_group": (context_of(group=NOBODY), "group must ...; got a group that this process is not in"),
+    "no_context": (lambda c: kda(7), "cp_context must ...; got int"),
+    "fla_disabled": (of_fla(group=None), "cp_context must ...; got one whose group is None"),
 }
 """The same of calls that name no group whose ranks could be told."""
 
@@ -398,7 +399,7 @@ UNTOLD = {
 @pytest.mark.parametrize("name", [*REFUSED, *UNTOLD])
 def test_what_does_not_fit_is_refused_on_every_rank(name: str):
     call, message = (REFUSED | UNTOLD)[name]
-    assert all(message in text for text in heard(call, call)), message
+    assert all(says(message, text) for text in heard(call, call)), message
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -408,8 +409,8 @@ def test_what_one_rank_refuses_the_others_hear_where_values_are_checked(name: st
     for good in (other,) if other in CALLS else ("kda", "layer"):
         first, second = heard(CALLS[good], call)
         argument = "cu_seqlens" if good in ("context", "update") else "context"
-        assert f"{argument}: got a call that rank 1 refuses" in first
-        assert message in second
+        assert says(f"{argument} must ...; got one that rank 1 rejected", first)
+        assert says(message, second)
 
 
 @pytest.fixture
@@ -422,17 +423,17 @@ def of_group(**options):
 
 
 HOST = context_of(cu_seqlens_cpu=torch.tensor([0, 30, 64]))
-OTHER_CALL = "context: got another call on rank 1 than on rank 0"
-OTHER_OFFSETS = "cu_seqlens: got other offsets on rank 1 than on rank 0"
+OTHER_CALL = "context must ...; got another call on rank 1 than on rank 0"
+OTHER_OFFSETS = "cu_seqlens must ...; got other offsets on rank 1 than on rank 0"
 ODD = {
     "borders": (kda, with_other_offsets([0, 32, 64], kda), OTHER_OFFSETS),
     # the ranks' states go on alike, but not the inputs of a convolution
     "inside": (kda, with_other_offsets([0, 31, 64], kda), OTHER_OFFSETS),
     "beta": (kda, of_case(beta="double_logit"), OTHER_CALL),
-    "group": (of_group(), of_group(scale=2.0), "group: got another call on rank 1"),
-    "relay": (context_of(), context_of(relay=False), "cu_seqlens: got another call on rank 1"),
+    "group": (of_group(), of_group(scale=2.0), "group must ...; got another call on rank 1"),
+    "relay": (context_of(), context_of(relay=False), "cu_seqlens must ...; got another call on rank 1"),
     "update": (CALLS["update"], lambda c: c.update_(torch.tensor([0, 19, 64])), OTHER_OFFSETS),
-    "host": (HOST, HOST, "cu_seqlens_cpu: got other offsets"),
+    "host": (HOST, HOST, "cu_seqlens_cpu must ...; got other offsets"),
     "halo_width": (halo_of(), halo_of(2), OTHER_CALL),
     # whose backward pass would wait
     "halo_gradients": (halo_of(), halo_of(x=X.clone().requires_grad_()), OTHER_CALL),
@@ -444,7 +445,7 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_ranks_that_disagree_are_refused_where_values_are_checked(name: str, checked: None):
     *calls, wanted = ODD[name]
-    assert all(wanted in text for text in heard(*calls))
+    assert all(says(wanted, text) for text in heard(*calls))
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "offloaded"])
@@ -491,7 +492,7 @@ def test_an_update_has_the_room_that_each_rank_has():
         assert (context.border.tolist(), context.cu_seqlens.tolist()) == before
         return str(refused.value)
 
-    assert all(text.startswith("cu_seqlens: got 2 sequences on rank 1, wanted at most 1") for text in on_ranks(2, run))
+    assert all(says("cu_seqlens must be of at most 1...; got 2 sequences on rank 1", text) for text in on_ranks(2, run))
 
 
 @pytest.mark.parametrize("lengths", [(40, 50, 6), (96,), (10, 80, 6)])

@@ -335,7 +335,7 @@ def test_a_replay_refuses_shared_memory(pretended: Started):
     good = call | apart | {"initial_state": memory[states.numel() :].view(pool.shape)}
     for _ in range(3):
         fd.recurrent_kda(**good)
-        with pytest.raises(ValueError, match=r"^intermediate_states: got memory shared with initial_state"):
+        with pytest.raises(ValueError, match=r"^intermediate_states must be in memory of its own"):
             fd.recurrent_kda(**good | {"initial_state": meeting})
 
 

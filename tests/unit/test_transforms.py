@@ -45,7 +45,10 @@ def test_kernels_refuse_transforms_by_name(name: str, monkeypatch: pytest.Monkey
     for way in WAYS.values():
         with pytest.raises(ValueError, match=r'^[vx]: got a tensor inside a transform of torch.func, .*="reference"'):
             way(partial(CALLS[name], backend="triton"), x)
-    with forward_ad.dual_level(), pytest.raises(ValueError, match=r"^[vx]: got a tensor with a forward-mode tangent"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(ValueError, match=r"^[vx] must be a tensor without a forward-mode tangent"),
+    ):
         CALLS[name](forward_ad.make_dual(x, x), backend="triton")
 
 
@@ -86,5 +89,5 @@ def test_autocast_and_negative_views_change_nothing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(attended(GIVEN["v"]), want)
         assert torch.equal(torch.autograd.grad(attended(leaf), leaf, do)[0], wanted)
-    with pytest.raises(ValueError, match=r"^out: got a view with the negative bit"):
+    with pytest.raises(ValueError, match=r"^out must be a tensor without the negative bit"):
         attended(GIVEN["v"], out=torch._neg_view(torch.zeros_like(want)))

@@ -251,7 +251,7 @@ def kimi_verify(call: Arguments) -> Tensor | None:
 
 @or_original
 def kimi_decode(call: Arguments) -> Tensor | None:
-    g, beta, out = (call.get(name) for name in ("raw_g", "raw_beta", "out"))
+    g, beta, out = call["raw_g"], call["raw_beta"], call.get("out")
     ours = {
         "mixed_qkv": call["mixed_qkv"],
         "g": g.transpose(0, 1),

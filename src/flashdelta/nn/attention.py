@@ -33,13 +33,13 @@ from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
 from ..problem.arguments import flag, positive
 from ..problem.errors import mistyped, wrong
-from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES, epsilon
+from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, epsilon
 from ..problem.operations import bound as check_bound
-from ..problem.problem import NullIndex
+from ..problem.problem import PARAMETRIC_GATES, PLAIN_GATES, NullIndex
 from ..runtime.explain import Explanation, explain
 from .heads import Share, share_of, share_of_weights
 
-GATES = ("lower_bound", "softplus", "logsigmoid")
+GATES = ("lower_bound", "softplus", *PLAIN_GATES)
 MAX_STEP_TOKENS = 8
 """Up to this many tokens per sequence go through the token recurrence, more through the chunk form."""
 
@@ -86,8 +86,8 @@ class KimiDeltaAttention(nn.Module):
         head_v_dim: `V`, channels of a value head, from the same list; `head_dim` by default.
         conv_size: `W` in 2 to 4, taps of the short convolutions.
         conv_bias: whether they have a bias.
-        gate: of the decay, as in `flashdelta.chunk_kda`: `"lower_bound"`, `"softplus"` (Kimi-Linear) or `"logsigmoid"`, which
-            has no parameters.
+        gate: of the decay, as in `flashdelta.chunk_kda`: `"lower_bound"`, `"softplus"` (Kimi-Linear) or one without parameters,
+            such as `"logsigmoid"`.
         lower_bound: in `[-5, 0)`, of the gate of that name; another one does not read it.
         allow_neg_eigval: write strengths in `[0, 2)`.
         gate_rank: inner width of the two low-rank projections, of the decay and of the output gate; `head_v_dim` by
@@ -139,7 +139,7 @@ class KimiDeltaAttention(nn.Module):
         _check_one_of(NAMES, backend=backend)
         check_bound("lower_bound", lower_bound)
         if gate == "lower_bound" and lower_bound is None:
-            raise wrong("lower_bound", None, "a float in [-5, 0) (the lower_bound gate needs it)")
+            raise wrong("lower_bound", None, "a float in [-5, 0) (the lower_bound gate reads it)")
         if num_v_heads % num_heads != 0:
             raise wrong("num_v_heads", num_v_heads, f"a multiple of num_heads = {num_heads}")
         epsilon("norm_eps", norm_eps)
@@ -185,7 +185,7 @@ class KimiDeltaAttention(nn.Module):
         if self.conv_bias is not None:
             nn.init.zeros_(self.conv_bias)
         nn.init.ones_(self.o_norm)
-        if self.A_log is None:
+        if self.A_log is None or self.dt_bias is None:
             return
         nn.init.zeros_(self.A_log)
         fastest = FASTEST_DECAY if self.lower_bound is None else min(FASTEST_DECAY, -0.9 * self.lower_bound)
@@ -363,7 +363,7 @@ class KimiDeltaAttention(nn.Module):
         weight, bias = (share.part(x, self.conv_channels) for x in (self.conv_weight, self.conv_bias))
         return _narrowed(weight, dtype), None if bias is None else _narrowed(bias, dtype)
 
-    def _gate_options(self) -> dict[str, object]:
+    def _gate_options(self) -> dict[str, Any]:
         return {
             "gate": self.gate,
             "lower_bound": self.lower_bound,
@@ -376,7 +376,7 @@ class KimiDeltaAttention(nn.Module):
         return x.shape[1] == 1 and cu_seqlens is None and has_initial_state is None and fits
 
     def _step(
-        self, p: dict[str, Tensor], mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, object], share: Share
+        self, p: dict[str, Tensor], mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, Any], share: Share
     ) -> Tensor:
         """A token of each sequence, `[N, 1, HV, V]`, before the last projection."""
         weight, bias = self._filters(mixed.dtype, share)
@@ -392,7 +392,7 @@ class KimiDeltaAttention(nn.Module):
             output_gate=gate[:, 0],
             norm_weight=_narrowed(share.whole(self.o_norm), mixed.dtype),
         )
-        options = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
+        options: dict[str, Any] = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
         return fused_kda_decode(mixed[:, 0], **tensors, **options, **where)
 
     def _kda_call(

@@ -71,7 +71,7 @@ def share_of(layer: nn.Module, found: Mapping[str, int], heads: Mapping[str, tup
     mesh = getattr(getattr(layer.q_proj, "weight", None), "device_mesh", None)
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
     plan = f"{', '.join(SPLIT)} column-wise, o_proj row-wise, by torch.distributed.tensor.parallel.parallelize_module"
-    if ranks == 1 or not hasattr(getattr(layer.o_proj, "weight", None), "device_mesh"):
+    if mesh is None or ranks == 1 or not hasattr(getattr(layer.o_proj, "weight", None), "device_mesh"):
         raise ValueError(f"a layer is split over ranks by {plan}; got outputs of {found} channels, and no such plan")
     for name, (number, width) in heads.items():
         if number % ranks:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..problem import operations
-from ..problem.arguments import integer
+from ..problem.arguments import check_int, check_int_in
 from ..problem.errors import wrong
 from ..problem.problem import DECODE_TOKENS, GateName, NullIndex, record_width
 from ..runtime.call import Dispatcher
@@ -94,7 +94,7 @@ def recurrent_kda(
         initial_state_source: a second, read-only pool: sequences start from it, and `initial_state` only receives states.
         initial_state_indices: `[N]` int32 or int64: each sequence's slot in `initial_state_source`.
         beta_is_logit: `sigmoid(beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(beta)`.
-        gate: names the gate directly: `"none"`, `"softplus"`, `"lower_bound"` or `"logsigmoid"`, as in `chunk_kda`.
+        gate: names the gate directly, as in `chunk_kda`.
         state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
         update_state: with False the pool is read-only; `ssm_state_indices` is then `[N]`.
@@ -193,12 +193,12 @@ def replay_buffer(
         ValueError, TypeError: a number that does not fit, or a device that is not there.
     """
     for name, value, lowest in (("rows", rows, 0), ("HV", HV, 1)):
-        integer()(name, value)
+        check_int(name, value)
         if value < lowest:
             raise wrong(name, value, f"{lowest} or more")
-    integer(*range(1, DECODE_TOKENS))("num_spec_tokens", num_spec_tokens)
+    check_int_in("num_spec_tokens", num_spec_tokens, range(1, DECODE_TOKENS))
     for name, value in (("K", K), ("V", V)):
-        integer(*operations.DECODE_HEAD_DIMS)(name, value)
+        check_int_in(name, value, operations.DECODE_HEAD_DIMS)
     device = None if device is None else find_device(device)
     shape = (rows, 1 + num_spec_tokens, HV, record_width(K, V))
     if math.prod(shape) >= 1 << 61:

@@ -79,7 +79,7 @@ def fused_kda_decode(
             and returned instead of a new tensor. Must not share memory with an input.
         bias: `[D]`, float32 or dtype of x: the convolution's.
         scale: factor on the attention's output; `K ** -0.5` by default.
-        gate: names the gate directly: `"none"` (`raw_g` is the log decay), `"softplus"`, `"lower_bound"` or `"logsigmoid"`.
+        gate: names the gate directly, as in `chunk_kda`: with `"none"` `raw_g` is the log decay.
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)`.
         beta_is_logit: `sigmoid(raw_beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(raw_beta)`.
         cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences of up to `1 + num_spec_tokens` tokens, from 0,

@@ -68,4 +68,4 @@ def _pretend(*tensors: Tensor | int, **options: object) -> tuple[Tensor, ...]:
     names = (*_dispatch.tensors, *_dispatch.options)
     defaults = {"scale": None, "gate": "none", "precision": DEFAULT_PRECISION, "backend": "auto"}
     problem, t = operations.PREFILL.check(defaults | dict(zip(names, tensors)) | options)
-    return tuple(t.q.new_empty(x.shape) for x in problem.results().values())
+    return tuple(t.primary.new_empty(x.shape) for x in problem.results().values())

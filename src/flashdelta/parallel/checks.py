@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..problem.device_checks import enabled
 from ..problem.errors import wrong
-from ..problem.problem import Problem
+from ..problem.problem import ChunkProblem
 from .border import DIGEST, FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT
 from .exchange import gather_numbers, group_named, is_group
 
@@ -29,7 +29,7 @@ REFUSED = [-1, 0, 0, 0, 0, 0]
 SAME_OFFSETS = "the same offsets of all ranks' tokens on every rank"
 
 
-def check_call_of_ranks(context: Any, problem: Problem, backend: str) -> None:
+def check_call_of_ranks(context: Any, problem: ChunkProblem, backend: str) -> None:
     """That all ranks of a `ContextParallel` make the same call, by the same backend: not all exchange as much."""
     # of batch rows each rank may have as many tokens as it likes
     described = [getattr(problem, name) for name in ALIKE], problem.packed and problem.T, backend
@@ -48,11 +48,13 @@ def check_on_all_ranks(context: Any, described: object, name: str = "cp_context"
     calls, offsets, *_ = zip(*numbers)
     found = [border for _, _, *border in numbers]
     if REFUSED[0] in calls:
-        raise wrong(name, f"a call that rank {calls.index(REFUSED[0])} refuses", "one that every rank takes")
+        raise wrong(name, f"one that rank {calls.index(REFUSED[0])} rejected", "of a call that every rank accepts")
     for r in range(context.ranks):
         if calls[r] != calls[0]:
             raise wrong(
-                name, f"another call on rank {r} than on rank 0", "the same shapes, dtypes, options and backend"
+                name,
+                f"another call on rank {r} than on rank 0",
+                "of calls with the same shapes, dtypes, options and backend",
             )
         if offsets[r] != offsets[0]:
             raise wrong("cu_seqlens", f"other offsets on rank {r} than on rank 0", SAME_OFFSETS)

@@ -122,7 +122,9 @@ class ContextParallel:
                 found = counts(on_host, self.ranks, self.tokens).tolist()
                 for r, (n, most) in enumerate(zip(found, self.capacity)):
                     if n > most:
-                        wanted = f"at most {most}, for which context_parallel left room (max_sequences)"
+                        wanted = (
+                            f"of at most {most} sequences per rank, as context_parallel left room for (max_sequences)"
+                        )
                         raise wrong("cu_seqlens", f"{n} sequences on rank {r}", wanted)
             local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
         check_on_all_ranks(self, "update_", "cu_seqlens", border)
@@ -206,11 +208,13 @@ def context_parallel(
                 positive(option, value, "an int or None")
         total = check_values(offsets)
         if total % ranks != 0:
-            raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
+            raise wrong(
+                "cu_seqlens", f"{total} tokens", f"of a multiple of the {ranks} ranks' tokens (each has as many)"
+            )
         tokens = total // ranks
         if tokens > MOST_TOKENS:
             raise wrong(
-                "cu_seqlens", f"{tokens} tokens a rank", f"at most {MOST_TOKENS}, as a rank has offsets in int32"
+                "cu_seqlens", f"{tokens} tokens a rank", f"of at most {MOST_TOKENS} tokens per rank (offsets are int32)"
             )
         capacity = counts(offsets, ranks, tokens).tolist()
         if max_sequences is not None:
@@ -241,7 +245,7 @@ def _offsets_on_host(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> Tenso
         wanted = f"that of cu_seqlens, {list(cu_seqlens.shape)}"
         raise wrong("cu_seqlens_cpu", f"shape {list(cu_seqlens_cpu.shape)}", wanted)
     if enabled() and not torch.equal(cu_seqlens_cpu.long(), cu_seqlens.cpu().long()):
-        raise wrong("cu_seqlens_cpu", "other offsets", "those of cu_seqlens")
+        raise wrong("cu_seqlens_cpu", "other offsets", "equal to cu_seqlens")
     return cu_seqlens_cpu
 
 
@@ -249,21 +253,21 @@ def check_offsets(offsets: object, name: str = "cu_seqlens", on_host: bool = Fal
     check_tensor(name, offsets)
     assert isinstance(offsets, Tensor)
     if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: got dtype {offsets.dtype}, wanted int32 or int64")
+        raise TypeError(f"{name} must be int32 or int64; got dtype {offsets.dtype}")
     if offsets.dim() != 1 or offsets.numel() == 0:
         raise wrong(name, f"shape {list(offsets.shape)}", "[M + 1] offsets")
     if on_host and offsets.device.type != "cpu":
-        raise wrong(name, f"device {offsets.device}", "cpu")
+        raise wrong(name, f"device {offsets.device}", "on the CPU")
 
 
 def check_values(offsets: Tensor, most: int | None = None) -> int:
     """Of offsets on the host; returns the last."""
     values = offsets.tolist()
     if values[0] != 0:
-        raise wrong("cu_seqlens", f"first offset {values[0]}", "0")
+        raise wrong("cu_seqlens", f"first offset {values[0]}", "offsets from 0 on")
     fall = next(((a, b) for a, b in itertools.pairwise(values) if b < a), None)
     if fall is not None:
-        raise wrong("cu_seqlens", f"offsets that fall from {fall[0]} to {fall[1]}", "offsets that never fall")
+        raise wrong("cu_seqlens", f"{fall[0]} then {fall[1]}", "non-decreasing")
     if most is not None and values[-1] > most:
         raise wrong("cu_seqlens", f"last offset {values[-1]}", f"at most the {most} tokens of all ranks")
     return values[-1]
@@ -287,12 +291,12 @@ def context_of(
         name, rank, ranks = members(group, of_group)
         return _of_rows(group, name, rank, ranks, device)
     if group is not None:
-        raise wrong("group", "a group with cp_context", "one of the two")
+        raise wrong("group", "both", "None with cp_context")
     context = as_context(cp_context)
     if context is None:
         also = ", a process group" if of_group == argument else ""
         wanted = f"a ContextParallel{also}, or an object with FLA's attributes {', '.join(FOREIGN)}"
-        raise TypeError(f"{argument}: got {type(cp_context).__name__}, wanted {wanted}")
+        raise TypeError(f"{argument} must be {wanted}; got {type(cp_context).__name__}")
     if not torch.compiler.is_compiling() and context._group is not None:
         check_alive(context.group, context.name, argument)
     return context
@@ -316,10 +320,10 @@ def context_in_call(
     """Of a call that names ranks: the context, the rank's offsets, and the border (None where there is one rank)."""
     context = context_of(cp_context, group, q.device)
     if context.device != q.device:
-        raise wrong("cp_context", f"device {context.device}", f"q's device {q.device}")
+        raise wrong("cp_context", f"device {context.device}", f"on q's device {q.device}")
     # it would run the reference, whose exchange is not that of the other ranks' kernels
     if context.cu_seqlens is None and context.ranks > 1 and q.dim() == 4 and q.shape[1] == 0:
-        raise wrong("q", shape_of(q), "at least one token on every rank of a group")
+        raise wrong("q", shape_of(q), "of at least one token on every rank of a group")
     if cu_seqlens is not None and cu_seqlens is not context.cu_seqlens:
         wanted = "None (context_parallel takes those of all ranks)"
         raise wrong("cu_seqlens", f"a tensor with {'group' if cp_context is None else 'cp_context'}", wanted)
@@ -355,7 +359,7 @@ def _from_fla(context: Any) -> ContextParallel:
     if known is not None and all([a is b for a, b in zip(known[0], said)]):
         return known[1]
     if layout != "contiguous":
-        raise wrong("cp_context", f"layout {layout!r}", "'contiguous'")
+        raise wrong("cp_context", f"layout {layout!r}", "of layout 'contiguous'")
     if context.group is None:
         raise wrong("cp_context", "one whose group is None", "one with a process group, or no cp_context")
     name, rank, ranks = members(context.group)
@@ -389,7 +393,7 @@ def _fla_count(context: Any, name: str, most: int) -> int:
     """Of ranks, of which the kernels read what they sent."""
     value = getattr(context, name)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"cp_context: got {name} {value!r} ({type(value).__name__}), wanted an int")
+        raise TypeError(f"cp_context must be one with an int {name}; got {name} {value!r} ({type(value).__name__})")
     if not 0 <= value <= most:
-        raise wrong("cp_context", f"{name} {value}", f"0 to {most} on this rank")
+        raise wrong("cp_context", f"{name} {value}", f"one with {name} from 0 to {most} on this rank")
     return value

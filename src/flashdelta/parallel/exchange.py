@@ -123,7 +123,7 @@ def members(group: Any, name: str = "group") -> tuple[str, int, int]:
         if torch.distributed.is_available() and group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
             raise wrong(name, "a group that this process is not in", "one of its own")
         wanted = "a torch.distributed.ProcessGroup (of a DeviceMesh: its get_group())"
-        raise TypeError(f"{name}: got {type(group).__name__}, wanted {wanted}")
+        raise TypeError(f"{name} must be {wanted}; got {type(group).__name__}")
     if not torch.compiler.is_compiling():
         check_alive(group, group.group_name, name)
     return group.group_name, group.rank(), group.size()
@@ -142,7 +142,7 @@ def group_named(name: str, argument: str = "group") -> Any:
         raise wrong(argument, f"a process group that was destroyed (its name was {name!r})", LIVING) from None
 
 
-LIVING = "one that there is"
+LIVING = "a living process group"
 
 
 # ---- put ------------------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class SharedMemory:
         captured = capturing(self.device)
         if nbytes > self.room:
             if captured:
-                raise wrong("cp_context", "a CUDA graph's capture before a call of its size", BEFORE_CAPTURE)
+                raise wrong("cp_context", "a capture before a call of its size", BEFORE_CAPTURE)
             self._grow(max(-(-nbytes // LEAST_ROOM) * LEAST_ROOM, 2 * self.room))
         place, channel = self._place(nbytes, to, captured)
         receivers, _ = self.sides[to]
@@ -336,7 +336,7 @@ class SharedMemory:
         if self.device.type != "cuda":
             return f"tensors on {self.device.type}"
         if capturing(self.device):
-            raise wrong("cp_context", "a CUDA graph's capture before any call of the group", BEFORE_CAPTURE)
+            raise wrong("cp_context", "a capture before any call of the group", BEFORE_CAPTURE)
 
         def told(*numbers: int) -> list[tuple[int, ...]]:
             return [*zip(*gather_numbers(numbers, name, self.ranks, self.device))]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..problem.arguments import is_wrapped, note_offsets, positive, refuse_changed_offsets, refuse_transforms
-from ..problem.errors import wrong
+from ..problem.errors import mistyped, wrong
 from .border import HALO
 from .checks import broadcast_errors, check_on_all_ranks
 from .context import ContextParallel, context_of
@@ -48,26 +48,26 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
 def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     """The `ContextParallel` that `context` is or stands for; refuses arguments that do not fit."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
+        raise mistyped("x", x, "a torch.Tensor")
     if x.dim() != 3:
         raise wrong("x", f"shape {list(x.shape)}", "[B, T, D]")
     positive("width", width)
     of_rows = is_group(context) or context is torch.distributed.GroupMember.NON_GROUP_MEMBER
-    given = (None, context) if of_rows else (context, None)
-    c = context_of(*given, x.device, ("context", "context"))
+    names = ("context", "context")
+    c = context_of(None, context, x.device, names) if of_rows else context_of(context, None, x.device, names)
     if not c.knows_halo:
         raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
     c.check_tokens(x)
     if c.cu_seqlens is None and x.shape[1] < width:
-        raise wrong("x", f"{x.shape[1]} tokens", f"at least width = {width} on every rank")
+        raise wrong("x", f"{x.shape[1]} tokens", f"of at least width = {width} tokens on every rank")
     if x.device != c.device:
-        raise wrong("x", f"device {x.device}", f"the context's device {c.device}")
+        raise wrong("x", f"device {x.device}", f"on the context's device {c.device}")
     if torch.compiler.is_compiling():
         return c
     if is_wrapped(x):
         refuse_transforms("halo")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise wrong("x", "a tensor with a forward-mode tangent", "none (halo has no forward-mode gradients)")
+        raise wrong("x", "one that has", "a tensor without a forward-mode tangent (halo has no forward-mode gradients)")
     return c
 
 

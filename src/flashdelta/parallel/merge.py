@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.stages.launch import StageCall
 from ..kernels.stages.merge import merge, store_ends
-from ..problem.problem import BACKWARD, Problem, Tensors
+from ..problem.problem import BACKWARD, ChunkProblem, ChunkTensors
 from ..program.launch import Launch
 from ..program.plan import Outputs, Step
 from ..program.workspace import Slots
@@ -21,7 +21,7 @@ from .exchange import ALL, EARLIER, LATER, Exchange, exchange, receive, send
 Transition = Callable[[StageCall, Tensor], Launch]
 """A backend's launch that leaves `(M, b)` of the sequences that go on to the next rank in a packet, `Problem.packet_shape`."""
 
-Reverse = Callable[[Problem, Tensors, Tensor | None, Tensor | None], Launch]
+Reverse = Callable[[ChunkProblem, ChunkTensors, Tensor | None, Tensor | None], Launch]
 """A backend's scan from the gradients of final states to those of initial ones."""
 
 
@@ -75,11 +75,11 @@ def kept_packets(call: StageCall, outputs: Outputs) -> Tensor:
     return packets
 
 
-def room_for_packets(problem: Problem, memory: Slots) -> Tensor:
+def room_for_packets(problem: ChunkProblem, memory: Slots) -> Tensor:
     return memory.new(problem.packet_shape, torch.float32)
 
 
-def send_gradients(problem: Problem, memory: Slots) -> Exchange:
+def send_gradients(problem: ChunkProblem, memory: Slots) -> Exchange:
     """Of the gradients of the states before this rank's tokens, to earlier ranks."""
     offsets = memory.new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32)
     own = memory.new(offsets.shape[1:], torch.float32)

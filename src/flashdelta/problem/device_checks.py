@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .errors import wrong
-from .problem import Problem, Tensors, record_counts
+from .problem import (
+    AttentionProblem,
+    CommitProblem,
+    ConvolutionProblem,
+    PoolProblem,
+    Problem,
+    SequenceProblem,
+    StepProblem,
+    Tensors,
+    WyProblem,
+    record_counts,
+)
 from .switches import is_on
 
 CHECKPOINT_MULTIPLE = 16
@@ -38,165 +50,176 @@ def enabled() -> bool:
 
 def check_on_cpu(t: Tensors, name_of: NameOf) -> None:
     """Offsets must be in order and within the tokens, and indices within the pool."""
-    if t.cu_seqlens is not None:
-        _check_offsets(t.cu_seqlens.tolist(), t.first.shape[1])
-    pools = {"state_indices": t.state_pool, "source_indices": t.source_pool}
-    for role, pool in (pools | {"intermediate_indices": t.intermediate_states}).items():
-        indices = getattr(t, role)
-        if indices is not None and pool is not None and indices.numel() > 0:
-            of = ("pool's", "slots") if role in pools else ("buffer's", "rows")
-            _check_slot(name_of(role), int(indices.max()), pool.shape[0], *of)
+    found = t.present()
+    if "cu_seqlens" in found:
+        _check_offsets(found["cu_seqlens"].tolist(), t.primary.shape[1])
+    pools = {"state": ("state_pool", "slots"), "source": ("source_pool", "slots")}
+    for prefix, (pool, unit) in (pools | {"intermediate": ("intermediate_states", "rows")}).items():
+        indices = found.get(f"{prefix}_indices")
+        if indices is not None and pool in found and indices.numel() > 0:
+            _check_slot(name_of(f"{prefix}_indices"), int(indices.max()), found[pool].shape[0], unit)
 
 
-def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor | None = None) -> None:
+def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: object = None) -> None:
     """Every index must be null or name a slot, no slot may be written twice, and checkpoints and counts must be possible.
     `on_host`: the offsets that the host has of `cu_seqlens`."""
-    if t.cu_seqlens is not None:
-        _check_offsets(t.cu_seqlens.tolist(), problem.T)
-        _check_lengths(t.cu_seqlens.tolist(), problem)
-        if on_host is not None and on_host.tolist() != t.cu_seqlens.tolist():
-            raise wrong("cu_seqlens_cpu", f"{on_host.tolist()[:8]}", f"cu_seqlens' offsets {t.cu_seqlens.tolist()[:8]}")
-    lengths = [problem.T] * problem.N if t.cu_seqlens is None else t.cu_seqlens.diff().tolist()
+    if not isinstance(problem, PoolProblem):
+        return
+    found = t.present()
+    lengths = _check_lengths(problem, found, on_host)
     pool = _Claims(problem.lowest_index, problem.pool_slots)
-    if t.num_accepted_tokens is not None:
-        _check_counts(t.num_accepted_tokens, lengths, problem)
-    if t.state_indices is not None:
-        rows = t.state_indices.reshape(problem.N, -1).tolist() if problem.N else []
-        for row, length in zip(rows, lengths):
+    if isinstance(problem, StepProblem) and "num_accepted_tokens" in found:
+        _check_counts(found["num_accepted_tokens"], lengths, problem.most_tokens)
+    if "state_indices" in found and problem.N > 0:
+        stores = not isinstance(problem, StepProblem) or problem.update_state
+        for row, length in zip(found["state_indices"].reshape(problem.N, -1).tolist(), lengths):
             for i, index in enumerate(row):
-                stored = problem.update_state and (i < length if len(row) > 1 else length > 0)
-                pool.claim(name_of("state_indices"), index, stored or problem.operation == "commit")
-    if t.source_pool is not None and t.source_indices is not None:
-        source = _Claims(problem.lowest_index, t.source_pool.shape[0])
-        for index in t.source_indices.tolist():
+                pool.claim(name_of("state_indices"), index, stores and length > (i if len(row) > 1 else 0))
+    if "source_indices" in found:
+        source = _Claims(problem.lowest_index, found["source_pool"].shape[0])
+        for index in found["source_indices"].tolist():
             source.claim(name_of("source_indices"), index, stored=False)
-    if problem.has_intermediate:
-        _check_rows(problem, t, lengths, name_of)
-    buffer = None if problem.checkpoint_rows is None else _Claims(0, problem.checkpoint_rows, "buffer's", "rows")
-    if t.checkpoint_offsets is not None and t.checkpoint_indices is not None:
-        multiple = 1 if problem.operation == "short_convolution" else CHECKPOINT_MULTIPLE
-        _check_checkpoints(t.checkpoint_offsets, t.checkpoint_indices, lengths, buffer or pool, multiple)
-    if problem.checkpoint_every > 0 and problem.checkpoint_rows is not None:
-        rows = sum(-(-length // problem.checkpoint_every) for length in lengths)
-        if rows > problem.checkpoint_rows:
-            wanted = f"one for each of the {rows} checkpoints"
-            raise wrong("checkpoint_states", f"{problem.checkpoint_rows} rows", wanted)
-    if t.g is not None:
-        _check_decays(problem, t, lengths, name_of("g"))
+    if isinstance(problem, (StepProblem, CommitProblem)) and "intermediate_states" in found:
+        _check_rows(problem, found, lengths, name_of)
+    if isinstance(problem, SequenceProblem):
+        _check_checkpoints(problem, found, lengths, pool)
+    if isinstance(problem, AttentionProblem):
+        _check_decays(problem, found, lengths, name_of("g"))
 
 
-def _check_decays(problem: Problem, t: Tensors, lengths: list[int], name: str) -> None:
+def _check_decays(problem: AttentionProblem, found: Mapping[str, Tensor], lengths: list[int], name: str) -> None:
     """Checks tokens of sequences that are not null. A NaN passes: it stays in its sequence."""
     if problem.gate not in ("none", "logsigmoid"):
         return
     live = torch.ones(problem.N, dtype=torch.bool)
-    if problem.operation in ("decode", "fused_decode"):
-        starts = t.source_indices if t.source_pool is not None else t.state_indices
-        if starts is not None:
-            live = (starts.reshape(problem.N, -1)[:, 0] >= problem.lowest_index).cpu()
-    g = t.g.flatten(0, 1)[: sum(lengths)]
+    starts = found.get("source_indices", found.get("state_indices"))
+    if isinstance(problem, StepProblem) and problem.operation != "recurrent" and starts is not None:
+        live = (starts.reshape(problem.N, -1)[:, 0] >= problem.lowest_index).cpu()
+    g = found["g"].flatten(0, 1)[: sum(lengths)]
     g = g[live.repeat_interleave(torch.tensor(lengths)).to(g.device)].float()
     decays = F.logsigmoid(g) if problem.gate == "logsigmoid" else g
     if bool((decays > 0).any()):
-        largest = decays[decays > 0].max()
-        raise ValueError(
-            f"{name} must hold log decays of at most 0; got {largest:.4g} (use_gate_in_kernel=True takes gate inputs)"
-        )
+        wanted = "of log decays at most 0 (use_gate_in_kernel=True takes gate inputs)"
+        raise wrong(name, f"{decays[decays > 0].max():.4g}", wanted)
     if problem.safe_gate and bool((decays < LOWEST_DECAY).any()):
-        lowest = decays[decays < LOWEST_DECAY].min()
-        raise ValueError(f"safe_gate promises log decays in [-5, 0]; got {lowest:.4g} in {name}")
+        wanted = "of log decays in [-5, 0], as safe_gate promises"
+        raise wrong(name, f"{decays[decays < LOWEST_DECAY].min():.4g}", wanted)
 
 
 def _check_offsets(offsets: list[int], tokens: int) -> None:
     if offsets[0] != 0:
-        raise wrong("cu_seqlens", f"first offset {offsets[0]}", "0")
+        raise wrong("cu_seqlens", f"first offset {offsets[0]}", "offsets from 0 on")
     for a, b in itertools.pairwise(offsets):
         if b < a:
-            raise wrong("cu_seqlens", f"offsets that fall from {a} to {b}", "offsets that never fall")
+            raise wrong("cu_seqlens", f"{a} then {b}", "non-decreasing")
     if offsets[-1] > tokens:
         raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most T = {tokens}")
 
 
-def _check_lengths(offsets: list[int], problem: Problem) -> None:
-    for a, b in itertools.pairwise(offsets):
-        if problem.operation in ("decode", "fused_decode") and b - a > problem.most_tokens:
-            raise wrong("cu_seqlens", f"a sequence of {b - a} tokens", f"at most {problem.most_tokens}")
-    if problem.operation == "wy":
-        chunks = sum(-(-(b - a) // problem.chunk_size) for a, b in itertools.pairwise(offsets))
+def _check_lengths(problem: PoolProblem, found: Mapping[str, Tensor], on_host: object) -> list[int]:
+    """Checks the lengths of the sequences and returns them; a commit's have as many tokens as its rows."""
+    if not isinstance(problem, SequenceProblem):
+        return [2**31] * problem.N
+    if "cu_seqlens" not in found:
+        return [problem.T] * problem.N
+    offsets = found["cu_seqlens"].tolist()
+    _check_offsets(offsets, problem.T)
+    if isinstance(on_host, Tensor) and on_host.tolist() != offsets:
+        raise wrong("cu_seqlens_cpu", on_host.tolist()[:8], f"equal to cu_seqlens {offsets[:8]}")
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
+    most = max(lengths, default=0)
+    if most > problem.most_tokens:
+        raise wrong("cu_seqlens", f"a sequence of {most}", f"of at most {problem.most_tokens} tokens per sequence")
+    if isinstance(problem, WyProblem):
+        chunks = sum(-(-length // problem.chunk_size) for length in lengths)
         if chunks > problem.rows:
-            raise wrong("h", f"{problem.rows} rows", f"one for each of the {chunks} chunks")
+            raise wrong("h", f"{problem.rows} rows", f"of a row for each of the {chunks} chunks")
+    return lengths
 
 
-def _check_slot(argument: str, index: int, slots: int, whose: str = "pool's", called: str = "slots") -> None:
+def _check_slot(argument: str, index: int, slots: int, unit: str) -> None:
     if index >= slots:
-        raise wrong(argument, f"index {index}", f"indices below the {whose} {slots} {called}")
+        raise wrong(argument, f"index {index}", f"below the number of {unit}, {slots} {unit}")
 
 
 class _Claims:
     """Slots that a call names, or rows: none may be written twice, and none past the end."""
 
-    def __init__(self, lowest: int, slots: int, whose: str = "pool's", called: str = "slots"):
-        self.lowest, self.slots, self.whose, self.called = lowest, slots, whose, called
+    def __init__(self, lowest: int, slots: int, unit: str = "slots"):
+        self.lowest, self.slots, self.unit = lowest, slots, unit
         self.written: set[int] = set()
 
     def claim(self, argument: str, index: int, stored: bool) -> None:
-        _check_slot(argument, index, self.slots, self.whose, self.called)
+        _check_slot(argument, index, self.slots, self.unit)
         if index < self.lowest or not stored:
             return
         if index in self.written:
-            one = self.called.removesuffix("s")
-            raise wrong(argument, f"{one} {index} again", f"another {one} for every state that is stored")
+            raise wrong(
+                argument, f"duplicate index {index}", f"distinct: each stored state needs {self.unit} of its own"
+            )
         self.written.add(index)
 
 
-def _check_counts(counts: torch.Tensor, lengths: list[int], problem: Problem) -> None:
+def _check_counts(counts: Tensor, lengths: Iterable[int], most: int) -> None:
     for count, length in zip(counts.tolist(), lengths):
-        if length > 0 and not 1 <= count <= problem.most_tokens:
-            raise wrong("num_accepted_tokens", count, f"1 to {problem.most_tokens}")
+        if length > 0 and not 1 <= count <= most:
+            raise wrong("num_accepted_tokens", count, f"from 1 to {most}")
 
 
-def _check_rows(problem: Problem, t: Tensors, lengths: list[int], name_of: NameOf) -> None:
+def _check_rows(
+    problem: StepProblem | CommitProblem, found: Mapping[str, Tensor], lengths: list[int], name_of: NameOf
+) -> None:
     """Of `intermediate_states`: no row may be written twice, nor may more tokens be accepted than a row has."""
-    if t.source_pool is not None:
-        role, pool, given = "source_indices", t.source_pool, t.source_indices
-    else:
-        role, pool, given = "state_indices", t.state_pool, t.state_indices
+    prefix = "source" if "source_pool" in found else "state"
+    role, slots, given = f"{prefix}_indices", found[f"{prefix}_pool"].shape[0], found.get(f"{prefix}_indices")
     starts = [*range(problem.N)] if given is None else given.tolist()
     lowest = 0 if given is None else problem.lowest_index
     rows, lowest_row = starts, lowest
-    if t.intermediate_indices is not None:  # null only below 0
-        role, rows, lowest_row = "intermediate_indices", t.intermediate_indices.tolist(), 0
-    claims = _Claims(lowest_row, problem.rows, "buffer's", "rows")
-    counts = t.num_accepted_tokens.tolist() if problem.operation == "commit" else None
+    if "intermediate_indices" in found:  # null only below 0
+        role, rows, lowest_row = "intermediate_indices", found["intermediate_indices"].tolist(), 0
+    claims = _Claims(lowest_row, problem.rows, "rows")
+    counts = found["num_accepted_tokens"].tolist() if isinstance(problem, CommitProblem) else None
     for n, (start, row) in enumerate(zip(starts, rows)):
-        live = lowest <= start < pool.shape[0]
+        live = lowest <= start < slots
         # a commit empties the records that it names
-        written = problem.has_records or (problem.operation == "decode" and lengths[n] > 0)
+        written = problem.has_records or (counts is None and lengths[n] > 0)
         claims.claim(name_of(role), row, stored=live and written)
         if counts is not None and live and row >= lowest_row:
             has, what = problem.most_tokens, f"the {problem.most_tokens} tokens of a row"
             if problem.has_records:
-                has = int(record_counts(problem, t.intermediate_states)[row].min())
+                has = int(record_counts(problem, found["intermediate_states"])[row].min())
                 what = f"the {has} tokens that row {row} has recorded"
             if counts[n] > has:
                 raise wrong("num_accepted_tokens", counts[n], f"at most {what}")
 
 
 def _check_checkpoints(
-    offsets: torch.Tensor, indices: torch.Tensor, lengths: list[int], pool: _Claims, multiple: int
+    problem: SequenceProblem, found: Mapping[str, Tensor], lengths: list[int], pool: _Claims
 ) -> None:
-    for n, (row, slots, length) in enumerate(zip(offsets.tolist(), indices.tolist(), lengths)):
+    rows, every = problem.checkpoint_rows, problem.checkpoint_every
+    if rows is not None:
+        pool = _Claims(0, rows, "rows")
+        needed = sum(-(-length // every) for length in lengths) if every > 0 else 0
+        if needed > rows:
+            raise wrong("checkpoint_states", f"{rows} rows", f"of a row for each of the {needed} checkpoints")
+    if "checkpoint_offsets" not in found:
+        return
+    multiple = 1 if isinstance(problem, ConvolutionProblem) else CHECKPOINT_MULTIPLE
+    for n, length in enumerate(lengths):
         before = 0
-        for offset, slot in zip(row, slots):
+        for offset, slot in zip(found["checkpoint_offsets"][n].tolist(), found["checkpoint_indices"][n].tolist()):
             if offset == 0:
                 continue
             if offset % multiple != 0 and offset != length:  # where the sequence ends nothing is cut
-                raise wrong("checkpoint_offsets", f"offset {offset} of sequence {n}", f"a multiple of {multiple}")
-            if offset <= before:
-                got = f"{offset} after {before} in sequence {n}" if before else f"offset {offset} of sequence {n}"
-                raise wrong("checkpoint_offsets", got, "offsets above 0 that rise in a row")
-            if offset > length:
-                got = f"offset {offset} of sequence {n}"
-                raise wrong("checkpoint_offsets", got, f"at most its {length} tokens")
+                wanted = f"multiples of {multiple}"
+            elif offset <= before:
+                wanted = "positive, strictly increasing offsets per sequence"
+            elif offset > length:
+                wanted = f"at most the sequence's {length} tokens"
+            else:
+                wanted = ""
+            if wanted:
+                got = f"{before} then {offset}" if before else offset
+                raise wrong("checkpoint_offsets", f"{got} for sequence {n}", wanted)
             before = offset
             pool.claim("checkpoint_indices", slot, length > 0)

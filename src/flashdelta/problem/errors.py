@@ -10,13 +10,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def wrong(argument: str, got: object, wanted: str) -> ValueError:
-    """The error for an argument that does not fit: which one, what came and what was wanted."""
-    return ValueError(f"{argument}: got {got}, wanted {wanted}")
+    """The error for an argument that does not fit: the rule, then the value."""
+    return ValueError(f"{argument} must be {wanted}; got {got}")
+
+
+def rule(argument: str, holds: bool, wanted: str, got: object) -> None:
+    """Refuses an argument unless the rule holds."""
+    if not holds:
+        raise wrong(argument, got, wanted)
 
 
 def mistyped(argument: str, got: object, wanted: str) -> TypeError:
     """The error for an argument of the wrong type."""
-    return TypeError(f"{argument}: got {got!r} ({type(got).__name__}), wanted {wanted}")
+    return TypeError(f"{argument} must be {wanted}; got {got!r} ({type(got).__name__})")
 
 
 def named_options(function: Function) -> Function:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .problem import AUTO, Problem
+from .problem import AUTO, ChunkProblem
 
 Whole = Any
 """An int, or a tensor of them."""
@@ -95,12 +95,12 @@ def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invar
     return min(bound, max(chunks, N) + N)
 
 
-def splits(problem: Problem) -> bool:
+def splits(problem: ChunkProblem) -> bool:
     """Whether sequences of the call may be split."""
     return problem.split > 1 or problem.split == AUTO
 
 
-def planned_parts(problem: Problem, chunks: torch.Tensor, room: int, costs: SplitCosts) -> torch.Tensor:
+def planned_parts(problem: ChunkProblem, chunks: torch.Tensor, room: int, costs: SplitCosts) -> torch.Tensor:
     """`parts_of_sequences` of a call."""
     if not splits(problem):
         return torch.ones_like(chunks)
@@ -162,7 +162,7 @@ def walk(offsets: list[int], chunk_size: int) -> tuple[int, tuple[int, int] | No
     return offsets[-1], (1 << (longest - 1).bit_length(), 1 << sum(chunks).bit_length() - 1)
 
 
-def segments_of_call(problem: Problem, room: int, costs: SplitCosts) -> int:
+def segments_of_call(problem: ChunkProblem, room: int, costs: SplitCosts) -> int:
     """A bound on the segments of a call that may be split, 0 for one that is not. Without lengths on the host: if one sequence
     had all the tokens of a packed batch, and still were not split, no other batch of as many tokens is."""
     if not splits(problem) or problem.N == 0:

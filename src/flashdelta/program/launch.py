@@ -235,7 +235,7 @@ def _specialized(kernel: JITFunction) -> tuple[bool, ...]:
 
 def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     """What the machine code depends on: types, which arguments are None, alignment of addresses, and of some integers."""
-    found = []
+    found: list[object] = []
     for x, specialized in zip(arguments, _specialized(kernel)):
         if isinstance(x, int):
             found.append((x == 1, x % 16 == 0, x > 2**31 - 1) if specialized else None)

@@ -35,7 +35,7 @@ MOST_APART = 256
 
 def new_outputs(problem: Problem, t: Tensors) -> Outputs:
     """All results of a call by name, some of which may be tensors of the caller's."""
-    given = t.given()
+    given = t.caller_outputs()
     return {name: given[name] if name in given else t.memory.new(*x) for name, x in problem.results().items()}
 
 

@@ -6,11 +6,14 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..problem.problem import Tensors
+
+T = TypeVar("T", bound=Tensors)
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name, in the order in which the tensors lie."""
@@ -79,7 +82,7 @@ class Slots:
         return slot, address - self.begins[slot]
 
 
-def in_slots(t: Tensors) -> Tensors:
+def in_slots(t: T) -> T:
     """A call's tensors as a plan is built from them."""
     present = t.present()
     memory = Slots(t.device, tuple(present))

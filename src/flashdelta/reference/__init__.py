@@ -48,7 +48,7 @@ def build(problem: Problem, t: Tensors) -> Computation:
     return Computation(OPERATIONS[problem.operation], problem, t)
 
 
-FORWARDS: dict[str, Callable[[Problem, Tensors], tuple[Tensor, Tensor | None, Tensor | None]]] = {
+FORWARDS: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
     "chunk": chunk_kda,
     "recurrent": recurrent_kda,
     "decode": decode_kda,
@@ -61,7 +61,7 @@ FORWARDS: dict[str, Callable[[Problem, Tensors], tuple[Tensor, Tensor | None, Te
 def forward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     o, final_state, h = FORWARDS[problem.operation](problem, t)
     found = {"o": o, "final_state": final_state, "h": h}
-    given = t.given()
+    given = t.caller_outputs()
     for name, x in given.items():
         with writing(x):
             found[name] = x.copy_(found[name])
@@ -84,7 +84,7 @@ def backward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     problem, t = replace(problem, operation=forward_of), replace(t, do=None, dht=None)
     with _autograd_inside_an_operator(), torch.enable_grad():
         leaves = {role: x.detach().requires_grad_(x.is_floating_point()) for role, x in t.present().items()}
-        results = forward(problem, Tensors(**leaves))
+        results = forward(problem, type(t)(**leaves))
         inputs = {role: x for role, x in leaves.items() if x.requires_grad}
         # without a token nothing but the state passes through
         pairs = [(x, d) for x, d in zip((results["o"], results.get("final_state")), grads) if x is not None]
@@ -96,10 +96,10 @@ def backward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     return {role: torch.zeros_like(x) if d is None else d for (role, x), d in zip(inputs.items(), found)}
 
 
-OPERATIONS: dict[str, Callable[[Problem, Tensors], dict[str, Tensor]]] = {
+OPERATIONS: dict[str, Callable[..., dict[str, Tensor]]] = {
     **dict.fromkeys(FORWARDS, forward),
     "commit": commit,
     "prefill": prefill,
     "wy": chunk_bwd_wy_dqkg,
-    **{name + BACKWARD: backward for name in FORWARDS if name not in ("decode", "fused_decode")},
+    **{name + BACKWARD: backward for name in FORWARDS if name not in ("recurrent", "decode", "fused_decode")},
 }

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from . import parallel
 from .gate import elementwise_inputs
 from .sequences import ChunkSlots, chunk_slots, lengths_of
@@ -101,12 +101,12 @@ def recur(p: Prepared, v: torch.Tensor, S: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def before_rank(
-    problem: Problem, t: Tensors, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
+    problem: ChunkProblem, t: ChunkTensors, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
 ) -> torch.Tensor:
     """The initial states, with those that come from the ranks before."""
     packets, known = [], parallel.started_here(problem, t, initial)
     for n in parallel.outgoing(problem, t):
-        M, b = parallel.identity(*initial.shape[1:], v)
+        M, b = parallel.identity(problem.HV, problem.K, problem.V, v)
         if prepared:
             slots = chunk_slots(problem, t)
             chunks = slice(int(slots.opening[n]), int(slots.opening[n] + slots.chunks[n]))
@@ -117,7 +117,7 @@ def before_rank(
     return parallel.carried(problem, t, parallel.exchange(problem, t, packets, initial), initial)
 
 
-def chunk_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def chunk_kda(problem: ChunkProblem, t: ChunkTensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
     states go there, and the states at checkpoints there or to a buffer of their own."""
     C, empty = problem.chunk_size, problem.T == 0 or problem.N == 0
@@ -149,7 +149,7 @@ def chunk_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor 
     if slots is not None and (problem.stores_final_state or problem.checkpoints > 0):
         states = torch.stack(after)[:, 0]
         last = states[slots.last]
-        if problem.checkpoints > 0:
+        if t.checkpoint_indices is not None:
             reached = states[slots.reached].flatten(0, 1)
             buffer = t.state_pool if t.checkpoint_states is None else t.checkpoint_states
             store(problem, buffer, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
@@ -169,7 +169,9 @@ def chunk_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor 
     return o, final, h
 
 
-def regular_checkpoints(problem: Problem, t: Tensors, slots: ChunkSlots | None) -> tuple[torch.Tensor, torch.Tensor]:
+def regular_checkpoints(
+    problem: ChunkProblem, t: ChunkTensors, slots: ChunkSlots | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The row of `checkpoint_states` for the state before the chunk of every slot, and batch row; and whether it goes there. A
     sequence's rows lie one after another, and so do the sequences'."""
     each = problem.checkpoint_every // problem.chunk_size
@@ -184,7 +186,7 @@ def regular_checkpoints(problem: Problem, t: Tensors, slots: ChunkSlots | None) 
     return (first + chunk // each).flatten(), (used & (chunk % each == 0)).flatten()
 
 
-def from_chunks(o: torch.Tensor, problem: Problem, slots: ChunkSlots | None) -> torch.Tensor:
+def from_chunks(o: torch.Tensor, problem: ChunkProblem, slots: ChunkSlots | None) -> torch.Tensor:
     """`[S, B, HV, C, V] -> [B, T, HV, V]`, for any `V`; zeros for tokens of no sequence."""
     o = o.transpose(2, 3).transpose(0, 1)
     S, C = o.shape[1:3]
@@ -198,7 +200,7 @@ def from_chunks(o: torch.Tensor, problem: Problem, slots: ChunkSlots | None) -> 
     return flat.new_zeros(tokens + 1, problem.HV, V).index_copy(0, index, flat)[:tokens].view(shape)
 
 
-def intermediate_states(problem: Problem, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
+def intermediate_states(problem: ChunkProblem, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
     """The state before every chunk, `[S, B, HV, K, V] -> [B, NT, HV, K, V]`.
 
     Packed: `NT` is the bound `T // C + N (1 + M)`, the chunks of all sequences lie one after another without gaps, and the rows

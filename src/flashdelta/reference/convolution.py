@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import torch
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ConvolutionProblem, ConvolutionTensors
 from .gate import compute_dtype
 from .norm import ACTIVATIONS
 from .sequences import offsets_of
 from .states import gathered, store_rows
 
 
-def short_convolution(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def short_convolution(
+    problem: ConvolutionProblem, t: ConvolutionTensors
+) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """`(o [B, T, D], final_state [N, D, L] or None, None)`. With a pool, the final states go there."""
     dtype, D, W = compute_dtype(problem), problem.D, problem.taps
     offsets = offsets_of(problem, t)
@@ -53,8 +55,8 @@ def short_convolution(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch
 
 
 def _store_checkpoints(
-    problem: Problem,
-    t: Tensors,
+    problem: ConvolutionProblem,
+    t: ConvolutionTensors,
     x: torch.Tensor,
     states: torch.Tensor,
     begins: torch.Tensor,
@@ -81,7 +83,7 @@ def _store_checkpoints(
     store_rows(buffer, row, stored, found.to(buffer.dtype))
 
 
-def _initial(problem: Problem, t: Tensors, dtype: torch.dtype) -> torch.Tensor:
+def _initial(problem: ConvolutionProblem, t: ConvolutionTensors, dtype: torch.dtype) -> torch.Tensor:
     """`[N + 1, D, L]`: the last one is of no sequence."""
     state = t.initial_state
     if t.state_pool is not None and t.state_indices is not None:

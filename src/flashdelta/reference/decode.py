@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import torch
 
-from ..problem.problem import Problem, Tensors, record_counts
+from ..problem.problem import CommitProblem, CommitTensors, StepProblem, StepTensors, record_counts
 from .gate import elementwise_inputs
 from .sequences import few_tokens, offsets_of
 from .states import from_layout, gathered, named_slots, states_in, states_out, store, store_rows
 
 
-def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def decode_kda(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """`(o [B, T, HV, V], final_state or None, None)`; states go to the pool or to `intermediate_states`."""
     q, k, v, g, beta = (x.flatten(0, 1) for x in elementwise_inputs(problem, t))  # [B * T, ...]
     decay = g.exp()
@@ -42,13 +42,13 @@ def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor
         S = torch.where(inside[:, None, None, None], updated, S)
         o = torch.einsum("nhk,nhkv->nhv", q[at], S)
         outputs.append(torch.where(inside[:, None, None], o, 0.0))
-        if problem.has_records:
+        if t.intermediate_states is not None and problem.has_records:
             for part, x in zip(record_parts(problem, t.intermediate_states[:, i]), (decay[at], k[at], correction)):
                 store_rows(part, rows, inside, x.to(part.dtype))
-        elif problem.stores_each_state and problem.update_state:
-            store(problem, t.state_pool, t.state_indices[:, i], inside, S)
-        elif problem.stores_each_state:
+        elif t.intermediate_states is not None:
             store(problem, t.intermediate_states[:, i], rows, inside, S)
+        elif t.state_indices is not None and problem.stores_each_state:
+            store(problem, t.state_pool, t.state_indices[:, i], inside, S)
     if problem.has_pool and problem.update_state and not problem.stores_each_state:
         own = torch.arange(problem.N, device=S.device) if t.state_indices is None else t.state_indices
         store(problem, t.state_pool, own, live & (lengths > 0), S)
@@ -56,7 +56,7 @@ def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor
     return _by_token(problem, t, begins, lengths, outputs).to(problem.output_dtype), final, None
 
 
-def _starts(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _starts(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The states `[N, HV, K, V]` where sequences start, whether there is one `[N]`, and the index `[N]` it was read at."""
     live = torch.ones(problem.N, dtype=torch.bool, device=t.v.device)
     if t.source_pool is None and t.state_indices is None:
@@ -66,6 +66,7 @@ def _starts(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, t
     if t.source_pool is not None and problem.update_state and t.state_indices is not None:
         first = t.state_indices if t.state_indices.dim() == 1 else t.state_indices[:, 0]
         live = named_slots(first, t.state_pool)[1]
+    assert index is not None
     if index.dim() == 2:
         accepted = live.long() if t.num_accepted_tokens is None else t.num_accepted_tokens.long()
         live = (accepted >= 1) & (accepted <= problem.most_tokens)
@@ -74,14 +75,14 @@ def _starts(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, t
     return from_layout(problem, gathered(pool, index, live)), live, index
 
 
-def record_parts(problem: Problem, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def record_parts(problem: StepProblem | CommitProblem, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`exp(g)`, `k` and `v_new` of replay records `[.., record_width]`, as views."""
     sizes = [problem.K, problem.K, problem.V]
     return records[..., : sum(sizes)].split(sizes, dim=-1)
 
 
 def _by_token(
-    problem: Problem, t: Tensors, begins: torch.Tensor, lengths: torch.Tensor, outputs: list[torch.Tensor]
+    problem: StepProblem, t: StepTensors, begins: torch.Tensor, lengths: torch.Tensor, outputs: list[torch.Tensor]
 ) -> torch.Tensor:
     """`o [B, T, HV, V]` from the outputs of the sequences' first, second, ... tokens; zeros for tokens of none."""
     if not outputs:
@@ -94,7 +95,7 @@ def _by_token(
     return torch.where(covered[:, None, None], o, 0.0).view(t.v.shape)
 
 
-def commit(problem: Problem, t: Tensors) -> dict[str, torch.Tensor]:
+def commit(problem: CommitProblem, t: CommitTensors) -> dict[str, torch.Tensor]:
     """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state. Of a replay
     buffer that is the slot's state after the first `accepted_n` tokens recorded in the row, which is empty then."""
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()

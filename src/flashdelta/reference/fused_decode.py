@@ -14,7 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import (
+    ConvolutionProblem,
+    ConvolutionTensors,
+    FusedProblem,
+    FusedTensors,
+    NormProblem,
+    NormTensors,
+    problem_of,
+)
 from .convolution import short_convolution
 from .decode import decode_kda
 from .gate import compute_dtype
@@ -23,19 +31,18 @@ from .sequences import few_tokens, offsets_of
 from .states import named_slots, store_rows
 
 
-def fused_kda_decode(problem: Problem, t: Tensors) -> tuple[Tensor, None, None]:
+def fused_kda_decode(problem: FusedProblem, t: FusedTensors) -> tuple[Tensor, None, None]:
     """`(o [B, T, HV, V], None, None)`; states and windows go to the pools, or records to `intermediate_states`."""
     dtype = compute_dtype(problem)
     live, slot, shift = _sequences(problem, t)
     history = _windows(problem, t, live, slot, shift).to(dtype)
     x = torch.cat([part.flatten(2) for part in (t.q, t.k, t.v)], dim=2).to(dtype)
     channels = [part.shape[2:].numel() for part in (t.q, t.k, t.v)]
-    convolution = Tensors(
+    rows = ConvolutionTensors(
         x=x, weight=t.weight.reshape(-1, problem.taps), bias=t.bias, initial_state=history, cu_seqlens=t.cu_seqlens
     )
-    of_x = dict(shape=tuple(x.shape), D=x.shape[2], dtype=dtype, has_pool=False, output_final_state=False)
     mixed, _, _ = short_convolution(
-        replace(problem, **of_x, state_length=problem.taps - 1, activation="silu"), convolution
+        problem_of(ConvolutionProblem, rows, operation="short_convolution", activation="silu"), rows
     )
     q, k, v = (part.view_as(whole) for part, whole in zip(mixed.split(channels, dim=2), (t.q, t.k, t.v)))
     # null sequences by index: a count outside 1 .. 1 + S makes one, too
@@ -43,13 +50,15 @@ def fused_kda_decode(problem: Problem, t: Tensors) -> tuple[Tensor, None, None]:
     o, _, _ = decode_kda(
         replace(problem, dtype=dtype, output_dtype=dtype), replace(t, q=q, k=k, v=v, state_indices=indices)
     )
-    normed, _, _ = gated_rms_norm(replace(problem, activation="sigmoid"), Tensors(x=o, z=t.z, weight=t.norm_weight))
+    outputs = NormTensors(x=o, z=t.z, weight=t.norm_weight)
+    norm = problem_of(NormProblem, outputs, operation="gated_rms_norm", activation="sigmoid", eps=problem.eps)
+    normed, _, _ = gated_rms_norm(replace(norm, output_dtype=problem.output_dtype), outputs)
     _roll(problem, t, live, slot, history, x.flatten(0, 1))
     null = (o == 0).all(-1, keepdim=True)  # whatever the gate of a null sequence holds
     return torch.where(null, 0.0, normed), None, None
 
 
-def _sequences(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+def _sequences(problem: FusedProblem, t: FusedTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Finds which sequences are not null, the index of the slot of their window, and the place where that begins."""
     index = t.state_indices
     count = torch.ones_like(index[:, 0] if index.dim() == 2 else index)
@@ -63,7 +72,7 @@ def _sequences(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     return live, first, shift
 
 
-def _windows(problem: Problem, t: Tensors, live: Tensor, slot: Tensor, shift: Tensor) -> Tensor:
+def _windows(problem: FusedProblem, t: FusedTensors, live: Tensor, slot: Tensor, shift: Tensor) -> Tensor:
     """The last `W - 1` inputs of each sequence, `[N, D, W - 1]`; zeros for null ones."""
     pool, W = t.conv_state, problem.taps
     if pool.shape[0] == 0:
@@ -73,7 +82,7 @@ def _windows(problem: Problem, t: Tensors, live: Tensor, slot: Tensor, shift: Te
     return torch.where(live[:, None, None], rows.gather(2, place.expand(-1, pool.shape[1], -1)), 0.0)
 
 
-def _roll(problem: Problem, t: Tensors, live: Tensor, slot: Tensor, history: Tensor, x: Tensor) -> None:
+def _roll(problem: FusedProblem, t: FusedTensors, live: Tensor, slot: Tensor, history: Tensor, x: Tensor) -> None:
     """Moves the windows on, by one place for the sequence's first token; further ones follow it."""
     pool, W = t.conv_state, problem.taps
     if pool.shape[0] == 0 or len(slot) == 0 or len(x) == 0:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import AttentionProblem, AttentionTensors, Problem
 from .sequences import token_sequences
 
 L2_EPS = 1e-6
@@ -17,7 +17,7 @@ def compute_dtype(problem: Problem) -> torch.dtype:
     return torch.float64 if problem.dtype == torch.float64 else torch.float32
 
 
-def log_decay(problem: Problem, t: Tensors) -> torch.Tensor:
+def log_decay(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     """The gate: the natural-log decay per token and key channel, `[B, T, HV, K]`, in the compute dtype.
 
     none: `g`.  softplus: `-exp(A_log) softplus(g + dt_bias)`.
@@ -38,7 +38,7 @@ def log_decay(problem: Problem, t: Tensors) -> torch.Tensor:
     raise NotImplementedError(problem.gate)
 
 
-def beta_of(problem: Problem, t: Tensors) -> torch.Tensor:
+def beta_of(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     """`beta` in the compute dtype, `[B, T, HV]`."""
     beta = t.beta.to(compute_dtype(problem))
     if problem.beta_kind == "value":
@@ -54,7 +54,7 @@ def l2_normalize(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
-def without_strays(problem: Problem, t: Tensors) -> Tensors:
+def without_strays(problem: AttentionProblem, t: AttentionTensors) -> AttentionTensors:
     """Puts zeros for tokens of no sequence. They may hold anything, and a NaN there would reach the gradients of the gate's
     parameters: zero times NaN is NaN."""
     if not problem.packed:
@@ -64,7 +64,7 @@ def without_strays(problem: Problem, t: Tensors) -> Tensors:
     return replace(t, **wide, beta=torch.where(valid, t.beta, 0))
 
 
-def elementwise_inputs(problem: Problem, t: Tensors) -> tuple[torch.Tensor, ...]:
+def elementwise_inputs(problem: AttentionProblem, t: AttentionTensors) -> tuple[torch.Tensor, ...]:
     """`q` (normalised, scaled), `k` (normalised), `v`, log decay and beta, in the compute dtype, all with HV heads."""
     t = without_strays(problem, t)
     dtype = compute_dtype(problem)

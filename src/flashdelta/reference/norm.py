@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import NormProblem, NormTensors
 from .gate import compute_dtype
 
 ACTIVATIONS = {"none": lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu}
 
 
-def gated_rms_norm(problem: Problem, t: Tensors) -> tuple[torch.Tensor, None, None]:
+def gated_rms_norm(problem: NormProblem, t: NormTensors) -> tuple[torch.Tensor, None, None]:
     """`(o, None, None)`."""
     x, z, weight = (x.to(compute_dtype(problem)) for x in (t.x, t.z, t.weight))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + problem.eps)

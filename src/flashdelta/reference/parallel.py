@@ -18,14 +18,14 @@ from torch.autograd.function import FunctionCtx
 from ..parallel.border import FIRST_RANK, OPEN_IN, OPEN_OUT
 from ..parallel.exchange import exchange as exchange_packets
 from ..parallel.exchange import gather
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 
 
 class _Gather(torch.autograd.Function):
     """Every rank's packet. A rank's gradient is the sum of what all ranks have for its packet."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, packet: Tensor, problem: Problem) -> Tensor:
+    def forward(ctx: FunctionCtx, packet: Tensor, problem: ChunkProblem) -> Tensor:
         ctx.problem = problem  # type: ignore[attr-defined]
         packets = packet.new_empty(problem.packet_shape)
         exchange_packets(packet.contiguous(), packets, problem.process_group, problem.exchange)
@@ -40,14 +40,14 @@ class _Gather(torch.autograd.Function):
         return grads[:, problem.rank].sum(0), None
 
 
-def outgoing(problem: Problem, t: Tensors) -> list[int]:
+def outgoing(problem: ChunkProblem, t: ChunkTensors) -> list[int]:
     """The local sequences that go on to the next rank."""
     assert t.border is not None
     first = int(t.border[OPEN_OUT])
     return [] if first < 0 else [*range(first, first + problem.packets)]
 
 
-def started_here(problem: Problem, t: Tensors, initial: Tensor) -> Tensor:
+def started_here(problem: ChunkProblem, t: ChunkTensors, initial: Tensor) -> Tensor:
     """The initial states of the sequences that start on this rank, zeros for others."""
     assert t.border is not None
     opened = int(t.border[OPEN_IN])
@@ -63,7 +63,9 @@ def identity(HV: int, K: int, V: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return torch.eye(K, dtype=like.dtype, device=like.device).expand(HV, K, K), like.new_zeros(HV, K, V)
 
 
-def exchange(problem: Problem, t: Tensors, transitions: Sequence[tuple[Tensor, Tensor]], initial: Tensor) -> Tensor:
+def exchange(
+    problem: ChunkProblem, t: ChunkTensors, transitions: Sequence[tuple[Tensor, Tensor]], initial: Tensor
+) -> Tensor:
     """All packets, `Problem.packet_shape`; `transitions` are `(M, b)` of this rank's outgoing sequences."""
     columns = problem.packet_shape[3]
     rows = [torch.cat([M.mT, b.mT], dim=1)[:, -columns:] for M, b in transitions]
@@ -72,7 +74,7 @@ def exchange(problem: Problem, t: Tensors, transitions: Sequence[tuple[Tensor, T
     return _Gather.apply(packet + nothing(t.v).to(packet.dtype), problem)
 
 
-def carried(problem: Problem, t: Tensors, packets: Tensor, initial: Tensor) -> Tensor:
+def carried(problem: ChunkProblem, t: ChunkTensors, packets: Tensor, initial: Tensor) -> Tensor:
     """The initial states `[N, HV, K, V]`, with what the ranks before leave for the sequences that go on here."""
     assert t.border is not None
     initial = initial + nothing(packets)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, ChunkTensors
 from .chunk import prepare, recur, to_chunks
 from .gate import elementwise_inputs
 
 
-def prefill(problem: Problem, t: Tensors) -> dict[str, Tensor]:
+def prefill(problem: ChunkProblem, t: ChunkTensors) -> dict[str, Tensor]:
     """`o [B, H, T, V], w [B, H, Nc, C, K], u [B, H, Nc, C, V]` in the inputs' dtype; by PyTorch's matmul."""
     chunked = [to_chunks(x, problem.chunk_size, None) for x in elementwise_inputs(problem, t)]
     state = chunked[0].new_zeros(problem.B, 1, problem.K, problem.V)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import torch
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import StepProblem, StepTensors
 from .gate import elementwise_inputs
 from .sequences import token_sequences
 from .states import states_in, states_out, store_final
 
 
-def recurrent_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def recurrent_kda(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """`(o [B, T, HV, V], final_state or None, None)`. With a pool, the final states go there."""
     q, k, v, g, beta = elementwise_inputs(problem, t)
     decay = g.exp()
@@ -36,7 +36,7 @@ def recurrent_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Ten
         correction = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhk,bhkv->bhv", k_i, S))
         S = S + k_i[..., None] * correction[:, :, None, :]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, i], S))
-        if sequences is not None and problem.stores_final_state:
+        if sequences is not None and ends is not None and problem.stores_final_state:
             ends = ends.index_copy(0, sequences.ends[i : i + 1], S)
     o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
     if sequences is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import ChunkProblem, SequenceProblem, SequenceTensors
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ChunkSlots:
     stored: torch.Tensor
 
 
-def offsets_of(problem: Problem, t: Tensors) -> torch.Tensor:
+def offsets_of(problem: SequenceProblem, t: SequenceTensors) -> torch.Tensor:
     """Offsets where each sequence begins and the last one ends, `[N + 1]`, in tokens of all batch rows one after another.
     Clamped to the tensors, so that bad offsets can't read outside them."""
     if t.cu_seqlens is None:
@@ -48,12 +48,12 @@ def offsets_of(problem: Problem, t: Tensors) -> torch.Tensor:
     return t.cu_seqlens.long().clamp(0, problem.T)
 
 
-def lengths_of(problem: Problem, t: Tensors) -> torch.Tensor:
+def lengths_of(problem: SequenceProblem, t: SequenceTensors) -> torch.Tensor:
     """Tokens of each sequence, `[N]`."""
     return offsets_of(problem, t).diff().clamp(min=0)
 
 
-def few_tokens(problem: Problem, t: Tensors) -> torch.Tensor:
+def few_tokens(problem: SequenceProblem, t: SequenceTensors) -> torch.Tensor:
     """Tokens of each sequence of a step, `[N]`; 0 where they are more than `Problem.most_tokens`."""
     lengths = lengths_of(problem, t)
     return torch.where(lengths > problem.most_tokens, 0, lengths)
@@ -67,17 +67,17 @@ def span_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> 
     return torch.stack([*cuts, length], dim=1)
 
 
-def span_chunks(problem: Problem, cuts: torch.Tensor) -> torch.Tensor:
+def span_chunks(problem: ChunkProblem, cuts: torch.Tensor) -> torch.Tensor:
     """Chunks of each span, from `span_cuts`."""
     return (cuts.diff(dim=1) + problem.chunk_size - 1) // problem.chunk_size
 
 
-def chunks_of(problem: Problem, t: Tensors) -> torch.Tensor:
+def chunks_of(problem: ChunkProblem, t: SequenceTensors) -> torch.Tensor:
     """Chunks of each sequence, `[N]`, over all its spans."""
     return span_chunks(problem, span_cuts(t.checkpoint_offsets, lengths_of(problem, t))).sum(1)
 
 
-def chunk_slots(problem: Problem, t: Tensors) -> ChunkSlots:
+def chunk_slots(problem: ChunkProblem, t: SequenceTensors) -> ChunkSlots:
     C, N = problem.chunk_size, problem.N
     begins, lengths = offsets_of(problem, t)[:-1], lengths_of(problem, t)
     n = torch.arange(N, device=begins.device)
@@ -119,7 +119,7 @@ class TokenSequences:
     ends: torch.Tensor
 
 
-def token_sequences(problem: Problem, t: Tensors) -> TokenSequences:
+def token_sequences(problem: SequenceProblem, t: SequenceTensors) -> TokenSequences:
     cu = offsets_of(problem, t)
     token = torch.arange(problem.T, device=cu.device)
     sequence = torch.searchsorted(cu, token, right=True) - 1

@@ -8,23 +8,38 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import (
+    AttentionProblem,
+    AttentionTensors,
+    ChunkProblem,
+    ChunkTensors,
+    CommitProblem,
+    PoolProblem,
+    Problem,
+    Tensors,
+)
 from .gate import compute_dtype
 from .parallel import outgoing
 from .sequences import lengths_of
 
+T = TypeVar("T", bound=Tensors)
 
-def without_null(problem: Problem, t: Tensors) -> Tensors:
+
+def without_null(problem: Problem, t: T) -> T:
     """The tensors with -1 for indices that are null by the call's rule. Rows of a buffer are null below 0 by any."""
-    names = ("state_indices", "source_indices", "checkpoint_indices")[: 2 + (t.checkpoint_states is None)]
-    given = {name: x for name in names if (x := getattr(t, name)) is not None}
+    if not isinstance(problem, PoolProblem):
+        return t
+    buffered = getattr(t, "checkpoint_states", None) is not None
+    names = ("state_indices", "source_indices", "checkpoint_indices")[: 2 if buffered else 3]
+    given = {name: x for name in names if (x := getattr(t, name, None)) is not None}
     return replace(t, **{name: torch.where(x >= problem.lowest_index, x, -1) for name, x in given.items()})
 
 
-def states_in(problem: Problem, t: Tensors) -> torch.Tensor:
+def states_in(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     """The initial states as `[N, HV, K, V]` in the compute dtype; zeros where there are none."""
     state = t.initial_state
     if problem.pool_slots > 0:
@@ -44,23 +59,23 @@ def gathered(pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor | None 
     return torch.where(read.view(-1, *[1] * (pool.dim() - 1)), pool[slot], 0.0)
 
 
-def from_layout(problem: Problem, state: torch.Tensor) -> torch.Tensor:
+def from_layout(problem: AttentionProblem | CommitProblem, state: torch.Tensor) -> torch.Tensor:
     """States as the caller lays them out, as `[..., K, V]` in the compute dtype."""
     state = state.to(compute_dtype(problem))
     state = state.mT if problem.state_v_first else state
     return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 
 
-def states_out(problem: Problem, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def states_out(problem: AttentionProblem | CommitProblem, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A state `[..., K, V]` in the caller's layout and `dtype`, in memory of its own."""
     state = state.mT if problem.state_v_first else state
     return state.to(dtype, copy=True).contiguous()
 
 
-def store_final(problem: Problem, t: Tensors, final: torch.Tensor) -> None:
+def store_final(problem: AttentionProblem, t: AttentionTensors, final: torch.Tensor) -> None:
     """The final states `[N, HV, K, V]` to the sequences' slots of the pool, on the rank where they end."""
     stored = lengths_of(problem, t) > 0
-    if problem.ranks > 1:
+    if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.ranks > 1:
         stored[outgoing(problem, t)] = False
     store(problem, t.state_pool, t.state_indices, stored, final)
 
@@ -72,7 +87,11 @@ def named_slots(index: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def store(
-    problem: Problem, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor
+    problem: AttentionProblem | CommitProblem,
+    pool: torch.Tensor,
+    index: torch.Tensor,
+    stored: torch.Tensor,
+    states: torch.Tensor,
 ) -> None:
     """Writes the states `[M, HV, K, V]` in the caller's layout and dtype to `pool[index]` where `stored`."""
     store_rows(pool, index, stored, states_out(problem, states, pool.dtype))

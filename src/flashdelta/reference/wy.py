@@ -20,12 +20,12 @@ import math
 import torch
 from torch import Tensor
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import WyProblem, WyTensors
 from .chunk import from_chunks, to_chunks
 from .sequences import chunk_slots
 
 
-def chunk_bwd_wy_dqkg(problem: Problem, t: Tensors) -> dict[str, Tensor]:
+def chunk_bwd_wy_dqkg(problem: WyProblem, t: WyTensors) -> dict[str, Tensor]:
     """Gradients in float32, or in float64 for inputs in float64; zeros for tokens of no sequence."""
     if problem.B * problem.T == 0 or problem.N == 0:
         return {name: t.q.new_zeros(x.shape, dtype=x.dtype) for name, x in problem.results().items()}

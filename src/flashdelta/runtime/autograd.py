@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend, Executable
 from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
-from ..problem.problem import BACKWARD, Problem, Tensors, inputs_of
+from ..problem.problem import BACKWARD, AttentionProblem, Problem, Tensors, inputs_of
 from ..program.cache import LaunchCache
 
 KEPT = {"A": "Akk_inv", **{name: name for name in ("workspace", "h", "v_new", "packets", "segments")}}
@@ -39,9 +39,16 @@ class Differentiable:
     writes: Sequence[int] = ()
 
     def __init__(
-        self, problem: Problem, backend: Backend, cache: LaunchCache[Any], names: Sequence[str], repeats: bool
+        self,
+        problem: Problem,
+        family: type[Tensors],
+        backend: Backend,
+        cache: LaunchCache[Any],
+        names: Sequence[str],
+        repeats: bool,
     ):
         self.problem, self.backend, self.cache, self.repeats = problem, backend, cache, repeats
+        self.family = family
         self.kind = "backward", next(_serials)
         self.inputs = tuple(role for role in inputs_of(problem.operation) if role in names)
         self.places = [names.index(role) for role in self.inputs]
@@ -59,12 +66,12 @@ class Differentiable:
     def by_role(self, inputs: tuple[Tensor | None, ...]) -> Tensors:
         """Inputs in canonical shapes."""
         named = dict(zip(self.inputs, inputs))
-        shapes = (self.problem.HV,), (self.problem.HV, self.problem.K)
-        for role, shape in zip(PARAMETERS, shapes):
-            x = named.get(role)
-            if x is not None:
-                named[role] = x.reshape(shape)
-        return Tensors(**named)  # type: ignore[arg-type]
+        if isinstance(self.problem, AttentionProblem):
+            shapes = (self.problem.HV,), (self.problem.HV, self.problem.K)
+            for role, shape in zip(PARAMETERS, shapes):
+                x = named.get(role)
+                named[role] = x if x is None else x.reshape(shape)
+        return self.family(**named)
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
         plan = self.plan

@@ -14,9 +14,10 @@ from torch.autograd.graph import increment_version
 
 from .. import backends
 from ..parallel.checks import broadcast_errors, check_call_of_ranks
-from ..problem.arguments import Operation, is_plain, is_wrapped, refuse_transforms
+from ..problem.arguments import is_plain, is_wrapped, refuse_transforms
 from ..problem.errors import wrong
-from ..problem.problem import Problem, Tensors, Written
+from ..problem.operations import Operation
+from ..problem.problem import ChunkProblem, Problem, Tensors, Written
 from ..problem.split import known_lengths
 from ..program.cache import Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
@@ -56,11 +57,9 @@ class Dispatcher:
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
-        self.place = place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
-        self.pairs = [
-            (place[role], [place[other] for other in others if other in place])
-            for role, others in operation.overlaps.items()
-        ]
+        self.place = place = {name: i for i, name in enumerate(self.tensors)}
+        overlaps = operation.overlaps([*self.tensors])
+        self.pairs = [(place[name], [place[other] for other in others]) for name, others in overlaps.items()]
         CALLS[function] = self
 
     def __call__(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
@@ -79,7 +78,7 @@ class Dispatcher:
         tracing = torch.compiler.is_compiling()
         inside = not tracing and is_transformed()
         if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
-            if problem.ranks > 1:
+            if isinstance(problem, ChunkProblem) and problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
             return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
         if tracing or not all(map(is_plain, t.present().values())):
@@ -89,7 +88,7 @@ class Dispatcher:
                 count_writes(tensors, self.writes(given))
             return found
         if problem.requires_grad:
-            differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
+            differentiable = autograd.Differentiable(problem, type(t), backend, CACHE, self.tensors, key is not None)
             CACHE.keep(key, differentiable)
             if key is not None:  # as a repeated call, so that both have the same backward pass
                 return differentiable.execute(tensors, [])
@@ -109,14 +108,13 @@ class Dispatcher:
 
     def sources(self, t: Tensors, tensors: Sequence[Tensor | None]) -> list[int]:
         """The place of the caller's tensor that each of `t` is, or is a view of: q, k and v may be parts of rows."""
-        place, name_of = {name: i for i, name in enumerate(self.tensors)}, self.operation.name_of
-        rows = place.get(name_of("mixed_qkv"), -1)
-        found = (place.get(name_of(role), rows) for role in t.present())
+        name_of, rows = self.operation.name_of, self.place.get("mixed_qkv", -1)
+        found = (self.place.get(name_of(role), rows) for role in t.present())
         return [rows if tensors[i] is None else i for i in found]
 
     def writes(self, given: Mapping[str, Any]) -> list[int]:
         """Places of the tensors that the call writes."""
-        return [self.place[role] for role in self.operation.written(given)]
+        return [self.place[name] for name in self.operation.written(given)]
 
     def check(
         self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None
@@ -174,7 +172,7 @@ class Dispatcher:
         context = given.get("cp_context")
         with broadcast_errors(context, given.get("group")):
             problem, t, backend = self.check(given)
-        if problem.ranks > 1:
+        if isinstance(problem, ChunkProblem) and problem.ranks > 1:
             check_call_of_ranks(context, problem, backend.name)
         return problem, t, backend
 
@@ -191,20 +189,19 @@ class Dispatcher:
         if not inside and not tangents:
             return
         name_of, no_gradients, present = self.operation.name_of, self.operation.no_gradients, t.present()
-        written = next((role for role in self.operation.written(given) if role in present), None)
+        written = next(iter(self.operation.written(given)), None)
         for role, x in present.items():
             transformed = is_wrapped(x) or (inside and problem.requires_grad and x.requires_grad)
             if transformed and not (plain and written is None):
-                why = f"{name_of(written)} is written in place" if plain and written else 'or backend="reference"'
-                raise wrong(name_of(role), "a tensor inside a transform of torch.func", f"one outside of it ({why})")
+                why = f"{written} is written in place" if plain and written else 'or backend="reference"'
+                raise wrong(name_of(role), "one inside", f"a tensor outside transforms of torch.func ({why})")
             if tangents and not (plain and no_gradients is None) and forward_ad.unpack_dual(x).tangent is not None:
                 why = no_gradients or 'backend="reference" has forward-mode gradients'
-                raise wrong(name_of(role), "a tensor with a forward-mode tangent", f"none ({why})")
+                raise wrong(name_of(role), "one that has", f"a tensor without a forward-mode tangent ({why})")
 
     def refuse(self, tensors: Sequence[Tensor | None]) -> None:
         """Of a call whose tensors overlap: says which."""
-        by_name = dict(zip(self.tensors, tensors))
-        self.operation.check_overlaps(self.operation.by_role(by_name))
+        self.operation.check_overlaps(dict(zip(self.tensors, tensors)))
 
 
 def count_writes(tensors: Sequence[Tensor | None], places: Sequence[int]) -> None:
@@ -218,11 +215,11 @@ def public_call(op: Callable[..., Any]) -> Dispatcher:
     if not callable(op) or op not in CALLS:
         places = ((f, "kernels." if call.kind == "wy" else "") for f, call in CALLS.items())
         names = ", ".join(f"flashdelta.{place}{function.__name__}" for function, place in places)
-        raise ValueError(f"op: got {op!r}, which is no operator, wanted one of {names}")
+        raise ValueError(f"op must be one of {names}; got {op!r}, which is no operator")
     return CALLS[op]
 
 
-def check(op: Callable[..., Any], /, *arguments: object, **named: object) -> tuple[Problem, Tensors]:
-    """Validates a public function's arguments, and runs nothing."""
+def check(op: Callable[..., Any], /, *arguments: object, **named: object) -> tuple[Any, Any]:
+    """Validates a public function's arguments, and runs nothing: the problem and the tensors, of the operation's family."""
     call = public_call(op)
     return call.operation.check(call.bind(arguments, named))

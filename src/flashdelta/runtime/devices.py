@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problem.errors import wrong
+from ..problem.errors import mistyped, wrong
 
 
 def find_device(name: torch.device | str) -> torch.device:
@@ -15,7 +15,7 @@ def find_device(name: torch.device | str) -> torch.device:
         ValueError: a name of no device, or a device that is not there.
     """
     if not isinstance(name, (str, torch.device)):
-        raise TypeError(f"device: got {type(name).__name__}, wanted a torch.device or its name")
+        raise mistyped("device", name, "a torch.device or its name")
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -12,6 +12,7 @@ from .. import backends
 from ..backends import Verdict
 from ..problem import device_checks
 from ..problem.arguments import is_plain
+from ..problem.problem import ChunkProblem, ChunkTensors
 from ..reference.sequences import chunks_of
 from .call import public_call
 from .supports import Support, answer_of
@@ -66,14 +67,15 @@ def explain(
     """
     call = public_call(op)
     given = call.bind(arguments, named)
-    device = None if device is None else torch.device(device)
-    problem, t, chosen = call.check(given, device=device)
-    device = device or t.device
-    support = answer_of(problem, device, chosen)
-    verdicts = tuple(backends.judge(problem, device))
+    asked = None if device is None else torch.device(device)
+    problem, t, chosen = call.check(given, device=asked)
+    place = asked or t.device
+    support = answer_of(problem, place, chosen)
+    verdicts = tuple(backends.judge(problem, place))
     segments = None
-    if problem.operation == "chunk" and is_plain(t.q) and t.q.device.type == device.type != "meta":
-        segments = tuple(chosen.parts(problem, chunks_of(problem, t), t.device).tolist())
+    if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.operation == "chunk":
+        readable = is_plain(t.q) and t.q.device.type == place.type != "meta"
+        segments = tuple(chosen.parts(problem, chunks_of(problem, t), t.device).tolist()) if readable else None
     tensors = {name: given[name] for name in call.tensors if name in given}
     why = None if chosen.name == "reference" else not_replayed(tensors)
     return Explanation(support, verdicts, segments, why)

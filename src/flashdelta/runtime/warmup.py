@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import backends
 from ..problem.errors import mistyped, wrong
-from ..problem.operations import EVERY, PARAMETRIC_GATES
-from ..problem.problem import GateName, record_width
+from ..problem.operations import INTERVAL_UNIT
+from ..problem.problem import PARAMETRIC_GATES, GateName, record_width
 from .call import CALLS, check, public_call
 from .devices import find_device
 
@@ -260,9 +260,9 @@ class Calls:
         if buffer == "offsets" or (way.get("marks") and not buffer):
             found |= {"checkpoint_offsets": column, "checkpoint_indices": column}
         if buffer:
-            rows = N * -(-T // EVERY)
+            rows = N * -(-T // INTERVAL_UNIT)
             found["checkpoint_states"] = make(rows, *state.shape[1:], dtype=self.dtypes["checkpoint_dtype"])
-        return found | ({"checkpoint_every": EVERY} if buffer == "regular" else {})
+        return found | ({"checkpoint_every": INTERVAL_UNIT} if buffer == "regular" else {})
 
     def steps(self, N: int, T: int, state: Tensor, drafts: str, name: str, dims: tuple[int, int]) -> dict[str, Any]:
         """Arguments about the states of steps of decoding; `name`: of the indices."""

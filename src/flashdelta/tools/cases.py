@@ -6,11 +6,14 @@ import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import flashdelta as fd
+
+from ..problem.problem import PLAIN_GATES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 6e-3, FP16: 2e-3, FP32: 1e-5}
@@ -52,14 +55,14 @@ class Case:
 
 
 EDGES = (1, 15, 16, 17, 63, 64, 65, 127, 131, 0)
-EMPTY = {"lengths": (0, 0, 70, 0, 33, 0), "gate": "softplus", "state": True}
-SAME_KEYS = {"T": 200, "beta": "value", "gate": "none", "hard": "same_keys", "slack": 0.03}
+EMPTY: dict[str, Any] = {"lengths": (0, 0, 70, 0, 33, 0), "gate": "softplus", "state": True}
+SAME_KEYS: dict[str, Any] = {"T": 200, "beta": "value", "gate": "none", "hard": "same_keys", "slack": 0.03}
 
 VERIFY: dict[torch.dtype, list[Case]] = {
     BF16: [
         Case("bounded gate", "the gate of Kimi-K3, whole chunks", T=192),
         Case("softplus gate", "Kimi-Linear: no bound to lean on", T=192, gate="softplus"),
-        Case("logsigmoid gate", "a gate without parameters", T=192, gate="logsigmoid"),
+        *(Case(f"{gate} gate", "a gate without parameters", T=192, gate=gate) for gate in PLAIN_GATES),
         Case("decay given", "nothing fused but L2 norm", T=192, beta="value", gate="none"),
         Case("decay promised", "safe_gate takes the tensor-core diagonal", T=192, safe=True, gate="none"),
         Case("batch, tail", "a batch whose last chunk has 3 tokens", B=2, T=131),

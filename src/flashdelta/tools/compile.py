@@ -135,8 +135,8 @@ def listing(kernel: CompiledKernel) -> str:
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
     """Registers a thread and bytes of stack (spills) a thread."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", _inspect("cuobjdump", cubin, "-res-usage"))
-    return int(found[1]), int(found[2])
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", _inspect("cuobjdump", cubin, "-res-usage"))
+    return int(registers), int(stack)
 
 
 def late_operands(sass: str) -> int:

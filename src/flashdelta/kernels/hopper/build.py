@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 
 import torch
 
-from ...problem.problem import AUTO, BACKWARD, Problem, Tensors
-from ...program.launch import capability
+from ...problem.problem import (
+    AUTO,
+    BACKWARD,
+    ChunkProblem,
+    ChunkTensors,
+    Problem,
+    StepProblem,
+    StepTensors,
+    Tensors,
+    WyTensors,
+)
+from ...program.launch import Launch, capability
 from ...program.plan import Outputs, Plan, Step, new_outputs
 from ...program.workspace import in_slots
 from ..stages import backward_pass
@@ -33,21 +44,21 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan | None:
     the portable kernels."""
     arch = capability(t.device) if arch is None else arch
     t = in_slots(t)
-    if problem.operation == "chunk" + BACKWARD:
-        return backward_pass.backward(stages_of(problem, t, arch))
-    if problem.keeps:
-        return backward_pass.forward(stages_of(problem, t, arch))
-    outputs = new_outputs(problem, t)
-    if problem.operation == "chunk":
-        stages = stages_of(problem, t, arch, in_steps(problem, room(problem, t.device)))
-        return Plan(t.memory, outputs, [*stages.copies, *chunk(stages, outputs)])
-    if problem.operation == "wy":
+    if isinstance(t, WyTensors):
         t, copies = prepare_wy_inputs(t)
-        return Plan(t.memory, outputs, [*copies, wy_dqkg(problem, t, outputs)])
-    own = {"commit": commit, "fused_decode": fused_kda_decode}
-    stage = own.get(problem.operation, verify if problem.has_records else decode)
-    t, copies = portable.prepare_inputs(problem, t)
-    launches = stage(problem, t, arch, outputs)
+    elif isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors):
+        steps = problem.operation == "chunk" and not problem.keeps and in_steps(problem, room(problem, t.device))
+        stages = stages_of(problem, t, arch, steps)
+        if problem.operation == "chunk" + BACKWARD:
+            return backward_pass.backward(stages)
+        if problem.keeps:
+            return backward_pass.forward(stages)
+        outputs = new_outputs(problem, t)
+        return Plan(t.memory, outputs, [*stages.copies, *chunk(stages, outputs)])
+    else:
+        t, copies = portable.prepare_inputs(problem, t)
+    outputs = new_outputs(problem, t)
+    launches = LAUNCHES[problem.operation](problem, t, arch, outputs)
     return None if launches is None else Plan(t.memory, outputs, [*copies, *launches])
 
 
@@ -59,7 +70,7 @@ with K = 128 16, 32 and 64 heads take 228, 283 and 441 us instead of 198, 275 an
 and 369 us instead of 199, 343 and 510 (benchmarks/results/tuning/half_steps-h200.json)."""
 
 
-def in_steps(problem: Problem, transitions_at_once: int) -> bool:
+def in_steps(problem: ChunkProblem, transitions_at_once: int) -> bool:
     """Says whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`). `transitions_at_once`: `room` of a
     call that may be split.
 
@@ -72,7 +83,7 @@ def in_steps(problem: Problem, transitions_at_once: int) -> bool:
     return STEPS_FROM[problem.K, forms_transitions] <= problem.HV and whole and plain and inputs
 
 
-def stages_of(problem: Problem, t: Tensors, arch: int, steps: bool = False) -> StageSet:
+def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
     """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
     t, copies = prepare_inputs(t)
     wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
@@ -94,3 +105,18 @@ def chunk(stages: StageSet, outputs: Outputs) -> list[Step]:
         return stages.forward(outputs)
     own = stages.t.memory.new(o.shape, o.dtype)
     return [*stages.forward(outputs, own), *strided_copy(own, o)]
+
+
+def tokens_of_pool(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+    """Token by token, or into a replay buffer all at once."""
+    return (verify if problem.has_records else decode)(problem, t, arch, outputs)
+
+
+LAUNCHES: dict[str, Callable[..., Iterable[Launch] | None]] = {
+    "recurrent": decode,
+    "decode": tokens_of_pool,
+    "fused_decode": fused_kda_decode,
+    "commit": commit,
+    "wy": wy_dqkg,
+}
+"""The launches of each operation, in order."""

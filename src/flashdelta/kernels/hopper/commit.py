@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import CommitProblem, CommitTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
@@ -227,7 +227,7 @@ SLICES_AT_ONCE = 4
 """CTAs of a slice and up to 8 tokens that an SM has at once. Where there are more, a CTA takes a whole head, if that fits."""
 
 
-def slices_a_cta(problem: Problem, sms: int) -> int:
+def slices_a_cta(problem: CommitProblem, sms: int) -> int:
     """Counts the slices of a CTA. Registers hold one of float32 states, and of bfloat16 ones beside 17 tokens."""
     slices = problem.V // BV.value
     many = problem.N * problem.HV * slices > SLICES_AT_ONCE * sms
@@ -235,7 +235,7 @@ def slices_a_cta(problem: Problem, sms: int) -> int:
     return slices if many and fits else 1
 
 
-def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+def commit(problem: CommitProblem, t: CommitTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """Accepted tokens into states. None where states lie on no 16 bytes."""
     assert t.state_pool is not None
     if not aligned(t.state_pool, 16):

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
@@ -209,7 +209,7 @@ DECODE_AT_ONCE = 28
 """CTAs of `decode` that registers and shared memory let an SM run at once (K = 128; at 64 a few more)."""
 
 
-def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """One token a sequence. None for few pairs of sequence and head, and where copies can't be asynchronous."""
     states = decode_states(problem, t, outputs.get("final_state"))
     many = problem.N * problem.HV > DECODE_FEW

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import FusedProblem, FusedTensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
@@ -288,7 +288,7 @@ def fused_decode_kernel(
         gl.store(o + member * o_head + channel, y.to(o.dtype.element_ty))
 
 
-def hopper_config(problem: Problem, sms: int) -> tuple[int, tuple[int, int]]:
+def hopper_config(problem: FusedProblem, sms: int) -> tuple[int, tuple[int, int]]:
     """Registers of a thread, and the CTAs, from the first to before the second, that prefetch what lies in their slots.
 
     Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
@@ -304,7 +304,7 @@ def hopper_config(problem: Problem, sms: int) -> tuple[int, tuple[int, int]]:
     return most, (0, ctas) if all_ahead else prefetching_ctas(ctas, wave)
 
 
-def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """A step of the layer. None where states lie on no 16 bytes."""
     assert t.state_pool is not None
     if not aligned(t.state_pool, 16):

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.finish import ByHead
@@ -360,7 +360,7 @@ def intra_kernel(
         gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
 
 
-def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
+def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
     prefetch = problem.K == 128 and problem.g_dtype == torch.bfloat16
     own = dict(**parts.arguments(), **heads.arguments(), PREFETCH=prefetch)
     return Launch(

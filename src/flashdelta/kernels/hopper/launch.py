@@ -11,11 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
 
-from ...problem.problem import Problem, Tensors
-from ...program.launch import sm_count
+from ...problem.problem import ChunkProblem, ChunkTensors, Problem, Tensors, WyTensors
+from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
 from ..stages import launch as portable
-from ..stages.copy import Inputs, laid_out, read
+from ..stages.copy import laid_out, read
 
 TILE = 64
 """Rows and columns of a tile of the workspace."""
@@ -31,7 +31,7 @@ FLAGS = 256
 """Words of the workspace that `prepare` clears: a power of 2, `MOST_CTAS` or more."""
 
 
-def layout(problem: Problem) -> Layout:
+def layout(problem: ChunkProblem) -> Layout:
     """Layout of what `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and
     head) and `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
     stored theirs."""
@@ -46,7 +46,7 @@ def layout(problem: Problem) -> Layout:
     }
 
 
-def steps_layout(problem: Problem) -> Layout:
+def steps_layout(problem: ChunkProblem) -> Layout:
     """Layout of what `prepare_steps` leaves for `recurrence`: `tiles` (-w, qa and kb by halves of K, inverse beside Aqk of each
     chunk and head) and `decay`, four of a channel; the rest as in `layout`."""
     chunks = problem.B * problem.slots * problem.HV
@@ -55,7 +55,7 @@ def steps_layout(problem: Problem) -> Layout:
     return {**layout(problem), **own}
 
 
-def work_tiles(problem: Problem) -> int:
+def work_tiles(problem: ChunkProblem) -> int:
     """Counts the work tiles of `recurrence`: sequences, value heads and slices of 64 value channels."""
     return problem.N * problem.HV * (problem.V // TILE)
 
@@ -75,20 +75,20 @@ def aligned(x: torch.Tensor, unit: int = 8) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1]) and near(x, 8)
 
 
-def prepare_inputs(t: Tensors) -> Inputs:
+def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
     """As the kernels can read them."""
     t, of_beta = laid_out(t, ("beta",), lambda x: near(x, 1))
     t, others = laid_out(t, (*portable.DENSE, *portable.DENSE_TOO["chunk"]))
     t, of_rows = read(t, portable.ROWS, aligned)
-    return Inputs(t, of_beta + others + of_rows)
+    return t, of_beta + others + of_rows
 
 
-def prepare_wy_inputs(t: Tensors) -> Inputs:
+def prepare_wy_inputs(t: WyTensors) -> tuple[WyTensors, list[Launch]]:
     """As `wy_dqkg` reads them: those that are no rows lie without gaps."""
     t, offsets = laid_out(t, ("cu_seqlens",))
     t, of_rows = read(t, portable.ROWS, aligned)
     t, others = laid_out(t, portable.DENSE_TOO["wy"], lambda x: x.is_contiguous() and aligned(x))
-    return Inputs(t, offsets + of_rows + others)
+    return t, offsets + of_rows + others
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:
@@ -141,7 +141,7 @@ def prefetching_ctas(ctas: int, at_once: int) -> tuple[int, int]:
     return past - past // 4, past
 
 
-def stages(problem: Problem, fetched: int, beside: int, decays: int = 1) -> int:
+def stages(problem: ChunkProblem, fetched: int, beside: int, decays: int = 1) -> int:
     """Chunks in flight, of so many tiles and rows of decays each, up to 4: as many as shared memory holds beside tiles that
     stay."""
     tile = TILE * TILE * 2

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import base_value
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...problem.problem import Problem
+from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall
@@ -810,7 +810,7 @@ def prepare_kernel(
     store_w(tiles, high, low, buffers)
 
 
-def grid(problem: Problem) -> tuple[int, int]:
+def grid(problem: ChunkProblem) -> tuple[int, int]:
     """CTAs and rows of CTAs for all chunks, as `last_chunks_first` counts them."""
     slots = problem.B * problem.slots if problem.N > 0 else 0
     return (slots * problem.HV, 1) if problem.safe_gate else (slots, problem.HV)

@@ -55,6 +55,7 @@ from .device.math import (
     pick,
     round_pairs,
     split_high_low,
+    unbounded_gate,
     wide,
     widen,
 )
@@ -98,28 +99,6 @@ def row_values(shared, i: gl.constexpr, KH):
     """Values of the rows of a part."""
     rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH)))
     return shared.reshape([2, 2, 16]).slice(i * (2 // KH), 2 // KH, 1).load(rows_l)[None, :, :, :, None]
-
-
-@gluon.jit
-def exp2_negative_abs(x):
-    """`exp2(-|x|)`; neither costs anything inside the instruction."""
-    asm: gl.constexpr = "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }"
-    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def unbounded_gate(x, bias, GATE, FINITE):
-    """`gate` for gates without a bound, with `bias` in log2. Unless `FINITE`, which takes two instructions more, some that are
-    about -88 or less come out as infinite."""
-    gl.static_assert(
-        GATE == "none" or GATE == "softplus" or GATE == "logsigmoid", "an unknown gate, or one with a bound"
-    )
-    if GATE == "none":
-        return x
-    x = x * (-LOG2E if GATE == "logsigmoid" else LOG2E) + bias
-    if FINITE:
-        return gl.maximum(x, 0.0) + log2(1.0 + exp2_negative_abs(x))
-    return log2(1.0 + exp2(x))
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from ...problem.problem import Problem
+from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, checkpoint_arguments, packet_arguments, state_arguments
@@ -546,7 +546,7 @@ MOST_WAVES = 10
 """From so many on the last wave matters little."""
 
 
-def stream_k_pays(problem: Problem, ctas: int) -> bool:
+def stream_k_pays(problem: ChunkProblem, ctas: int) -> bool:
     """Says whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the
     last wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and leaves
     less to work out at each change of tile."""

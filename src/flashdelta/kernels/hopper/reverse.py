@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.backward_pass import Kept, Scanned, reverse_arguments
@@ -234,8 +234,8 @@ def reverse_kernel(
 
 
 def reverse(
-    problem: Problem,
-    t: Tensors,
+    problem: ChunkProblem,
+    t: ChunkTensors,
     arch: int,
     kept: Kept,
     scanned: Scanned | None,

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import AUTO, Problem
+from ...problem.problem import AUTO, ChunkProblem
 from ...problem.split import SplitCosts, segments_of_call
 from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
@@ -383,14 +383,14 @@ MOST_MOVED = 48 * 96 * 1024
 H200 takes."""
 
 
-def room(problem: Problem, device: torch.device) -> int:
+def room(problem: ChunkProblem, device: torch.device) -> int:
     """Segment transitions that are formed at the same time, no more than leave `recurrence` bound by its chain."""
     moved = problem.HV * ((3 * problem.K + 2 * TILE) * TILE + 2 * problem.chunk_size * problem.V) * 2
     fit = min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
     return min(fit, max(MOST_MOVED // moved - 1, 0))
 
 
-def split_layout(problem: Problem, device: torch.device) -> Layout:
+def split_layout(problem: ChunkProblem, device: torch.device) -> Layout:
     """Layout of what the stages of a split leave for each other, if sequences may be split. `forgets`: which segments, by their
     last chunk, forget all before them."""
     found = segment_layout(problem, segments_of_call(problem, room(problem, device), SPLIT_COSTS))
@@ -399,7 +399,7 @@ def split_layout(problem: Problem, device: torch.device) -> Layout:
     return found
 
 
-def may_try(problem: Problem) -> bool:
+def may_try(problem: ChunkProblem) -> bool:
     """Not what the backward pass will compute again, nor what must not depend on the batch."""
     own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1
     return problem.split == AUTO and not own and problem.checkpoints == 0

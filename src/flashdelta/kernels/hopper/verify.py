@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
@@ -466,7 +466,7 @@ def verify_kernel(
         gl.store(record_values(records, K) + in_record, of_last, mask=everywhere(in_record, recorded & more))
 
 
-def max_registers(problem: Problem, tokens: int, sms: int) -> int | None:
+def max_registers(problem: StepProblem, tokens: int, sms: int) -> int | None:
     """Registers of a thread. 168 up to 8 tokens: three CTAs of four warps fit on an SM. Of 4 tokens and a bfloat16 state 128,
     and four CTAs, where an SM gets two or four.
 
@@ -481,7 +481,7 @@ def max_registers(problem: Problem, tokens: int, sms: int) -> int | None:
     return 128 if few and three % share and four % share == 0 else 168
 
 
-def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch] | None:
+def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """Speculative tokens into a replay buffer. None where states lie on no 16 bytes."""
     states = decode_states(problem, t, None)
     if not aligned(states.initial, 16):

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS_AND_STRIDES
@@ -390,7 +390,7 @@ def wy_kernel(
         tma.store_wait(0)
 
 
-def _wy(problem: Problem, x: WyOperands, own: dict[str, Any], persistent: bool = False) -> Launch:
+def _wy(problem: ChunkProblem, x: WyOperands, own: dict[str, Any], persistent: bool = False) -> Launch:
     """`persistent`: as the kernel's."""
     tiles = chunks(problem)
     # strides are those of the tensors themselves
@@ -428,14 +428,14 @@ def by_state(x: torch.Tensor) -> TensorDescriptor:
     return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
 
 
-def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
+def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
     return _wy(problem, x, dict(parts.arguments(), grad_v=grad_v, rows=problem.slots, V_FIRST=True))
 
 
-def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:
+def wy_dqkg(problem: WyProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
     own = dict(wy_results(outputs), SAFE=False, BETA="value", L2NORM=False)
     # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
     # (no tensor descriptor has an empty tensor)
     persistent = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
-    return _wy(problem, WyOperands.of(t), own, persistent)
+    return [_wy(problem, WyOperands.of(t), own, persistent)]

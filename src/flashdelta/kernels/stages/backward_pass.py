@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...parallel.exchange import Exchange
 from ...parallel.merge import carried_gradients, carried_states, room_for_packets, send_gradients, with_rank_exchange
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs, Plan, Step, new_outputs
 from ...program.workspace import Layout, Workspace
@@ -28,7 +28,7 @@ from .wy import Parts, WyOperands
 
 @dataclass(frozen=True)
 class Kept:
-    """Tensors that the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
+    """ChunkTensors that the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
     dtype `Akk_inv` (`StageSet.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
     also what they told each other, `packets` (`merge.py`). `unsplit`: ignore segments; scan this rank's tokens as one."""
 
@@ -73,8 +73,8 @@ class StageSet:
     first in `packet`; `wy(problem, arch, x, parts, grad_v)` and `intra(problem, t, arch, parts, heads)`.
     """
 
-    problem: Problem
-    t: Tensors
+    problem: ChunkProblem
+    t: ChunkTensors
     copies: Sequence[Launch]
     layout: Layout
     arch: int
@@ -130,7 +130,7 @@ class StageSet:
 
     @functools.cached_property
     def segments(self) -> dict[str, Tensor]:
-        """Tensors of a split that the forward left, by name."""
+        """ChunkTensors of a split that the forward left, by name."""
         return found_segments(self.t, self.layout)
 
 
@@ -206,7 +206,7 @@ def gradients_of_ranks(
     assert kept.packets is not None
     grads = t.memory.new(problem.state_shape, torch.float32)
 
-    def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
+    def reverse(problem: ChunkProblem, t: ChunkTensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
         return stages.reverse(problem, t, stages.arch, replace(kept, unsplit=True), None, dht, dh0, None)
 
     call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
@@ -224,8 +224,8 @@ def gradients_of_segments(stages: StageSet, kept: Kept, dht: Tensor | None) -> I
 
 
 def reverse_arguments(
-    problem: Problem,
-    t: Tensors,
+    problem: ChunkProblem,
+    t: ChunkTensors,
     kept: Kept,
     scanned: Scanned | None,
     dht: Tensor | None,

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
 import triton
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ...problem.problem import Tensors
 from ...program.launch import Launch
+
+T = TypeVar("T", bound=Tensors)
 
 TOKENS, CHANNELS = 64, 128
 """Most tokens and channels of a tile."""
@@ -157,32 +159,27 @@ def strided_copy(x: Tensor, to: Tensor) -> list[Launch]:
     ]
 
 
-class Inputs(NamedTuple):
-    """A call's tensors as kernels read them, and the launches that copy those they can't."""
-
-    t: Tensors
-    copies: list[Launch]
-
-
-def laid_out(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool] = Tensor.is_contiguous) -> Inputs:
+def laid_out(
+    t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool] = Tensor.is_contiguous
+) -> tuple[T, list[Launch]]:
     """Replaces tensors of any shape that do not fit by dense copies."""
     dense: dict[str, Tensor] = {}
     copies = []
     for role in roles:
-        x = getattr(t, role)
+        x = getattr(t, role, None)
         if x is not None and not fits(x):
             dense[role] = t.memory.new(x.shape, x.dtype)
             copies += strided_copy(x, dense[role]) if x.numel() > 0 else []
-    return Inputs(replace(t, **dense) if dense else t, copies)
+    return replace(t, **dense) if dense else t, copies
 
 
-def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> Inputs:
+def read(t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> tuple[T, list[Launch]]:
     """With copies of the tensors that do not fit, those alike by one launch."""
     alike: dict[tuple, dict[str, Tensor]] = {}
     dense: dict[str, Tensor] = {}
     copies = []
     for role in roles:
-        x = getattr(t, role)
+        x = getattr(t, role, None)
         if x is not None and not fits(x):
             dense[role] = t.memory.new(x.shape, x.dtype)
             if x.numel() > 0:
@@ -192,4 +189,4 @@ def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> 
         for first in range(0, len(names), AT_ONCE):
             some = names[first : first + AT_ONCE]
             copies.append(copy([found[role] for role in some], [dense[role] for role in some]))
-    return Inputs(replace(t, **dense) if dense else t, copies)
+    return replace(t, **dense) if dense else t, copies

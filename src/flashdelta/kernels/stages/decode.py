@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import CommitProblem, CommitTensors, StepProblem, StepTensors
 from .launch import or_empty
 
 DECODE_FEW = 256
 """Pairs of sequence and value head up to which `decode` of one token a sequence counts as few."""
 
 
-def step_arguments(problem: Problem, t: Tensors, states: DecodeStates, o: Tensor) -> dict[str, object]:
+def step_arguments(problem: StepProblem, t: StepTensors, states: DecodeStates, o: Tensor) -> dict[str, object]:
     """Arguments that every kernel over tokens of a pool's sequences takes under other names than the call's."""
     gives_zero = problem.operation == "decode" and states.starts is not None
     return dict(o=o, accepted=t.num_accepted_tokens, NULL_GIVES_ZERO=gives_zero, **states.arguments(problem))
@@ -33,7 +33,7 @@ class DecodeStates:
     has_final: bool
     two_pools: bool
 
-    def arguments(self, problem: Problem) -> dict[str, object]:
+    def arguments(self, problem: StepProblem) -> dict[str, object]:
         """Under the kernels' names."""
         content = problem.HV * problem.K * problem.V
         pitches = [x.stride(0) if x.dim() > 3 else content for x in (self.initial, self.final)]
@@ -48,7 +48,7 @@ class DecodeStates:
         )
 
 
-def decode_states(problem: Problem, t: Tensors, final_state: Tensor | None) -> DecodeStates:
+def decode_states(problem: StepProblem, t: StepTensors, final_state: Tensor | None) -> DecodeStates:
     two_pools = t.source_pool is not None and problem.update_state
     initial, starts = t.state_pool, t.state_indices
     if t.source_pool is not None:
@@ -72,7 +72,7 @@ def index_strides(indices: Tensor | None) -> tuple[int, int]:
     return indices.stride(0), indices.stride(1) if indices.dim() == 2 else 0
 
 
-def commit_arguments(problem: Problem, t: Tensors) -> dict[str, object]:
+def commit_arguments(problem: CommitProblem, t: CommitTensors) -> dict[str, object]:
     """Arguments that the kernels of stage `commit` take under other names than the call's."""
     assert t.state_pool is not None and t.intermediate_states is not None
     row_pitch, row_step = t.intermediate_states.stride()[:2]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ...program.workspace import Slots
@@ -109,7 +109,7 @@ class ByHead:
     dt_bias: Tensor | None
 
     @classmethod
-    def allocate(cls, problem: Problem, memory: Slots) -> ByHead:
+    def allocate(cls, problem: ChunkProblem, memory: Slots) -> ByHead:
         tokens, parts = (problem.B, problem.T, problem.HV), (problem.B * problem.slots, problem.HV, problem.K)
         grouped = problem.dtype if problem.group == 1 else torch.float32
         return cls(
@@ -124,7 +124,7 @@ class ByHead:
         inputs = {f"out_{name}": getattr(self, name) for name in ("q", "k", "g", "beta")}
         return dict(**inputs, partial_A_log=self.A_log, partial_dt_bias=self.dt_bias)
 
-    def outputs(self, problem: Problem) -> dict[str, Tensor]:
+    def outputs(self, problem: ChunkProblem) -> dict[str, Tensor]:
         """Those that are the call's gradients already."""
         shared = {"q": self.q, "k": self.k} if problem.group == 1 else {}
         return {**shared, "g": self.g, "beta": self.beta}
@@ -134,7 +134,7 @@ class ByHead:
         return {name: x for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias)) if x is not None}
 
 
-def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> list[Launch]:
+def finish(problem: ChunkProblem, t: ChunkTensors, heads: ByHead, outputs: Outputs) -> list[Launch]:
     """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
     for name in heads.parameters():
         given = getattr(t, name)

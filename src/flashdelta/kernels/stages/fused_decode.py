@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import FusedProblem, FusedTensors
 from .decode import index_strides
 
 
-def fused_arguments(problem: Problem, t: Tensors, o: Tensor) -> dict[str, object]:
+def fused_arguments(problem: FusedProblem, t: FusedTensors, o: Tensor) -> dict[str, object]:
     """Arguments that the kernels take under other names than the call's."""
     assert t.state_pool is not None and t.state_indices is not None
     stored, targets = t.state_pool, t.state_indices
@@ -28,7 +28,7 @@ def fused_arguments(problem: Problem, t: Tensors, o: Tensor) -> dict[str, object
     )
 
 
-def filter_offsets(problem: Problem, weight: Tensor) -> tuple[int, int]:
+def filter_offsets(problem: FusedProblem, weight: Tensor) -> tuple[int, int]:
     """Elements from the first filter of q to those of k and v."""
     if weight.shape[0] == 3:
         return weight.stride(0), 2 * weight.stride(0)

@@ -13,17 +13,28 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from ...problem.problem import BACKWARD, Problem, Tensors
+from ...problem.problem import (
+    BACKWARD,
+    AttentionProblem,
+    AttentionTensors,
+    ChunkProblem,
+    ChunkTensors,
+    ConvolutionProblem,
+    NormProblem,
+    Problem,
+    Tensors,
+)
+from ...program.launch import Launch
 from ...program.workspace import Layout, Workspace
-from .copy import Inputs, laid_out, read
+from .copy import T, laid_out, read
 
 
 @dataclass(frozen=True)
 class StageCall:
     """A call as every stage needs it. `t`: as the kernels read them. `arch`: the GPU's compute capability, e.g. 90."""
 
-    problem: Problem
-    t: Tensors
+    problem: ChunkProblem
+    t: ChunkTensors
     arch: int
     workspace: Workspace
     packet: Tensor | None = None
@@ -135,17 +146,17 @@ ROWS = ("q", "k", "v", "g", "do")
 """Inputs `[B, T, H, K]` of the operator and of its backward pass."""
 
 
-def prepare_inputs(problem: Problem, t: Tensors) -> Inputs:
+def prepare_inputs(problem: Problem, t: T) -> tuple[T, list[Launch]]:
     """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
     pool in place; `decode` reads indices of any strides too."""
     t, copies = laid_out(t, (*DENSE, *DENSE_TOO.get(problem.operation, ("initial_state",))))
-    if problem.shape:  # the layer's operations
+    if isinstance(problem, (ConvolutionProblem, NormProblem)):
         t, of_rows = laid_out(t, ("x", "z", "do"), has_rows)
     else:
         t, gates = laid_out(t, ("z",), has_rows)
         t, of_rows = read(t, ROWS, lambda x: x.stride(-1) == 1)
         of_rows = gates + of_rows
-    return Inputs(t, copies + of_rows)
+    return t, copies + of_rows
 
 
 def has_rows(x: Tensor) -> bool:
@@ -154,7 +165,7 @@ def has_rows(x: Tensor) -> bool:
     return x.stride(-1) == 1 and all(s == n * own for (_, s), (n, own) in itertools.pairwise(batches))
 
 
-def segment_layout(problem: Problem, segments: int) -> Layout:
+def segment_layout(problem: ChunkProblem, segments: int) -> Layout:
     """Layout of what the stages of a split leave for each other (`segments.py`), with up to `segments` of them; nothing
     without."""
     if segments == 0:
@@ -164,7 +175,7 @@ def segment_layout(problem: Problem, segments: int) -> Layout:
     return {**states, "first_segment": ((problem.N + 1,), torch.int32)}
 
 
-def layout(problem: Problem, segments: int = 0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def layout(problem: ChunkProblem, segments: int = 0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Layout of what `prepare` leaves for `recurrence`, for `S = B * slots` chunk slots, and what a split keeps, if there is
     one."""
     S, HV, C, K = problem.B * problem.slots, problem.HV, problem.chunk_size, problem.K
@@ -176,17 +187,17 @@ def layout(problem: Problem, segments: int = 0) -> dict[str, tuple[tuple[int, ..
 TILES = ("w", "qg", "kg", "Akk_inv", "Aqk", "decay")
 
 
-def chunks(problem: Problem) -> int:
+def chunks(problem: ChunkProblem) -> int:
     """Chunk slots of all heads."""
     return problem.B * problem.slots * problem.HV if problem.N > 0 else 0
 
 
-def precision(problem: Problem) -> str:
+def precision(problem: ChunkProblem) -> str:
     """The precision of products whose operands are float32 in the kernel."""
     return problem.precision if problem.operation == "prefill" else dot_precision(problem.dtype)
 
 
-def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) -> dict[str, object]:
+def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state: Tensor | None) -> dict[str, object]:
     """Where states are read and stored, under the kernels' names (`shared/states.py`). A state that the call does not have is
     an empty tensor, which the kernel leaves alone."""
     if problem.has_pool:
@@ -205,7 +216,7 @@ def packet_arguments(call: StageCall) -> dict[str, object]:
     return dict(border=None if call.packet is None else call.t.border, packet=call.packet)
 
 
-def checkpoint_arguments(problem: Problem, t: Tensors) -> dict[str, object]:
+def checkpoint_arguments(problem: ChunkProblem, t: ChunkTensors) -> dict[str, object]:
     """Where states at checkpoints are stored, under the kernels' names: chunks from one checkpoint to the next where they are
     regular, and the rows and pitch of a buffer of their own."""
     buffer, every, rows, pitch = t.checkpoint_states, None, None, None
@@ -218,7 +229,7 @@ def checkpoint_arguments(problem: Problem, t: Tensors) -> dict[str, object]:
     return dict(checkpoint_every=every, checkpoint_rows=rows, checkpoint_pitch=pitch)
 
 
-def or_empty(problem: Problem, t: Tensors, *states: Tensor | None) -> list[Tensor]:
+def or_empty(problem: AttentionProblem, t: AttentionTensors, *states: Tensor | None) -> list[Tensor]:
     """The states, with one empty tensor for all that the call does not have."""
     absent = t.v.new_empty(0, dtype=problem.state_dtype) if any(x is None for x in states) else None
     return [absent if x is None else x for x in states]  # type: ignore[misc]
@@ -239,6 +250,6 @@ def backward_precision(problem: Problem, capability: int) -> str:
     return "ieee" if problem.dtype == torch.float32 and capability == 90 else dot_precision(problem.dtype)
 
 
-def safe_blocks(problem: Problem) -> bool:
+def safe_blocks(problem: ChunkProblem) -> bool:
     """Says whether blocks of 32 rows may use one reference: `exp(80)` must be finite in the operand dtype."""
     return problem.safe_gate and problem.dtype != torch.float16

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.mma import dot
 from ..shared.scalars import SCALARS
@@ -133,7 +133,7 @@ def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Te
     )
 
 
-def clear(problem: Problem, t: Tensors, grad_initial: Tensor) -> Launch:
+def clear(problem: ChunkProblem, t: ChunkTensors, grad_initial: Tensor) -> Launch:
     own = dict(grad_initial=grad_initial, packets=problem.packets, SIZE=problem.K * problem.V, BLOCK=1024)
     ctas = problem.packets * problem.HV if problem.N > 0 else 0
     return Launch(clear_kernel, ctas, *bind(clear_kernel, problem, t, own), num_warps=4)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ...program.workspace import Layout, Slots, Workspace, sizes
@@ -106,7 +106,7 @@ def compose_kernel(
             here += onward
 
 
-def compose_config(problem: Problem, capability: int) -> Config:
+def compose_config(problem: ChunkProblem, capability: int) -> Config:
     """At K = V = 128 a step takes 2.3 us on an H200; 2.6 with 2 stages, 4.0 with slices of 32 channels, 5.8 by `BK` = 64."""
     if problem.K > 128:
         return Config(BV=min(32, problem.V), BK=64, num_warps=4, STAGES=1)
@@ -131,17 +131,17 @@ def compose(call: StageCall, final_state: Tensor | None, backward: bool = False)
     )
 
 
-def transition_arguments(t: Tensors, where: dict[str, Any]) -> dict[str, Any]:
+def transition_arguments(t: ChunkTensors, where: dict[str, Any]) -> dict[str, Any]:
     """Where the kernels of stage `transitions` leave what they find, under their names."""
     pitches = dict(transition_pitch=where["transitions"].stride(1), offset_pitch=where["offsets"].stride(1))
     return dict(**where, **pitches, border=t.border if where["first_segment"] is None else None)
 
 
 LASTING = ("transitions", "starts", "first_segment")
-"""Tensors of a split that the backward pass needs."""
+"""ChunkTensors of a split that the backward pass needs."""
 
 
-def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs, memory: Slots) -> dict[str, Tensor]:
+def lasting_segments(problem: ChunkProblem, layout: Layout, outputs: Outputs, memory: Slots) -> dict[str, Tensor]:
     """Room for these, which a forward with gradients leaves for its backward pass if they take no more memory than `v`."""
     kept = {name: layout[name] for name in LASTING if name in layout}
     values = problem.B * problem.T * problem.HV * problem.V * problem.dtype.itemsize
@@ -152,7 +152,7 @@ def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs, memory:
     return segments.tensors()
 
 
-def found_segments(t: Tensors, layout: Layout) -> dict[str, Tensor]:
+def found_segments(t: ChunkTensors, layout: Layout) -> dict[str, Tensor]:
     """Takes what the forward has left so, by name."""
     if t.segments is None:
         return {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, WyTensors
 from ...program.plan import Outputs
 from ...program.workspace import Slots
 
@@ -32,7 +32,7 @@ class WyOperands:
     dt_bias: torch.Tensor | None = None
 
     @staticmethod
-    def of(t: Tensors) -> WyOperands:
+    def of(t: WyTensors) -> WyOperands:
         """The operands of `chunk_bwd_wy_dqkg`, the stage on its own."""
         return WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
 
@@ -54,7 +54,9 @@ class Parts:
     grad_Aqk: torch.Tensor
 
     @classmethod
-    def allocate(cls, problem: Problem, memory: Slots, squares: tuple[int, ...], squares_dtype: torch.dtype) -> Parts:
+    def allocate(
+        cls, problem: ChunkProblem, memory: Slots, squares: tuple[int, ...], squares_dtype: torch.dtype
+    ) -> Parts:
         tokens = (problem.B, problem.T, problem.HV)
         wide = [*[(*tokens, problem.K)] * 3, tokens]
         return cls(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...problem.problem import BACKWARD, Problem, Tensors
+from ...problem.problem import BACKWARD, ChunkProblem, ChunkTensors, Problem, StepProblem, StepTensors, Tensors
 from ...problem.split import segments_of_call
 from ...program.launch import Launch, capability, sm_count
 from ...program.plan import Outputs, Plan, new_outputs
@@ -34,30 +34,31 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan:
     """Makes the plan, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
     t = in_slots(t)
-    if problem.operation == "chunk" + BACKWARD:
-        return backward_pass.backward(stages_of(problem, t, arch))
-    if problem.keeps:
-        return backward_pass.forward(stages_of(problem, t, arch))
     outputs = Outputs() if problem.operation.endswith(BACKWARD) else new_outputs(problem, t)
-    if problem.operation == "chunk":
+    if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.operation != "prefill":
         stages = stages_of(problem, t, arch)
+        if problem.operation == "chunk" + BACKWARD:
+            return backward_pass.backward(stages)
+        if problem.keeps:
+            return backward_pass.forward(stages)
         return Plan(t.memory, outputs, [*stages.copies, *stages.forward(outputs)])
     t, copies = prepare_inputs(problem, t)
     return Plan(t.memory, outputs, [*copies, *LAUNCHES[problem.operation](problem, t, arch, outputs)])
 
 
-def stages_of(problem: Problem, t: Tensors, arch: int) -> StageSet:
+def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int) -> StageSet:
     t, copies = prepare_inputs(problem, t)
     segments = segments_of_call(problem, room(problem, arch, sm_count(t.device)), SPLIT_COSTS)
     return StageSet(
         *(problem, t, copies, layout(problem, segments), arch),
-        *(prepare, before_segments, outgoing, recurrence, reverse, wy, intra),
+        *(prepare, before_segments),
+        *(outgoing, recurrence, reverse, wy, intra),
         squares=(problem.B * problem.slots, problem.HV, problem.chunk_size, problem.chunk_size),
         squares_dtype=torch.float32,
     )
 
 
-def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def prefill(problem: ChunkProblem, t: ChunkTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Without `u` among the outputs those of `chunk_kda`, but that `w` lies in one; with it `output` is a stage of its own."""
     o, w, u, final_state = outputs["o"].view(t.v.shape), outputs["w"], outputs.get("u"), outputs.get("final_state")
     call = StageCall(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.memory, {"w": w}))
@@ -67,7 +68,7 @@ def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[L
     return [prepare(call, u=u), states, output(call, o)]
 
 
-def prefill_layout(problem: Problem, values: bool) -> Layout:
+def prefill_layout(problem: ChunkProblem, values: bool) -> Layout:
     """That of `chunk_kda`, whose `w` is a result. With `values`, `u` is one too: it takes the place of `Akk_inv`, and
     `output` reads the state before each chunk."""
     tiles = layout(problem)
@@ -77,12 +78,12 @@ def prefill_layout(problem: Problem, values: bool) -> Layout:
     return tiles
 
 
-def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def tokens_of_pool(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token, or into a replay buffer all at once."""
     return (verify if problem.has_records else decode)(problem, t, arch, outputs)
 
 
-LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Iterable[Launch]]] = {
+LAUNCHES: dict[str, Callable[..., Iterable[Launch]]] = {
     "recurrent": decode,
     "decode": tokens_of_pool,
     "fused_decode": fused_kda_decode,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import RECORD_COUNTS, Problem, Tensors
+from ...problem.problem import RECORD_COUNTS, CommitProblem, CommitTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ..shared.records import COUNTS, load_record, record_counts, record_width
@@ -98,13 +98,13 @@ COMMIT_BLOCK = 4096
 """Elements a CTA of `commit` copies."""
 
 
-def replay_config(problem: Problem) -> Config:
+def replay_config(problem: CommitProblem) -> Config:
     """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 32 registers a thread twice."""
     BV = max(-(-problem.V // RECORD_COUNTS), min(problem.V, 4096 // problem.K))
     return Config(BV=BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
 
 
-def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def commit(problem: CommitProblem, t: CommitTensors, arch: int, outputs: Outputs) -> list[Launch]:
     own = commit_arguments(problem, t)
     if problem.has_records:
         c, overlaps = replay_config(problem), arch >= 90

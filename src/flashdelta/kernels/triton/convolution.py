@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ConvolutionProblem, ConvolutionTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import quick_sigmoid
@@ -506,7 +507,7 @@ class ThreadConfig:
     max_registers: int
     ctas: int
 
-    def channels(self, problem: Problem) -> int:
+    def channels(self, problem: ConvolutionProblem) -> int:
         """Channels of a warp whose threads all have their own."""
         return 32 * self.bytes // problem.dtype.itemsize
 
@@ -527,7 +528,7 @@ MOST_AT_ONCE = 256
 
 
 def convolution_config(
-    problem: Problem, device: torch.device, backward: bool = False, threads: ThreadConfig | None = None
+    problem: ConvolutionProblem, device: torch.device, backward: bool = False, threads: ThreadConfig | None = None
 ) -> ConvolutionConfig:
     """Chooses sizes. Tiles of the backward pass are as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group
     at most."""
@@ -553,7 +554,7 @@ def convolution_config(
     return ConvolutionConfig(BT, BD, threads.warps, threads.ahead, threads.max_registers, groups)
 
 
-def one_tile(problem: Problem, device: torch.device, threads: ThreadConfig) -> ConvolutionConfig | None:
+def one_tile(problem: ConvolutionProblem, device: torch.device, threads: ThreadConfig) -> ConvolutionConfig | None:
     """A tile with all tokens, which leaves no sums to add, if blocks of some channels fill one wave."""
     wave, most = sm_count(device) * threads.ctas, threads.warps * threads.channels(problem)
     BD = triton.next_power_of_2(-(-problem.D // wave))
@@ -566,7 +567,7 @@ def one_tile(problem: Problem, device: torch.device, threads: ThreadConfig) -> C
     return ConvolutionConfig(max(1, problem.T), BD, threads.warps, threads.ahead, threads.max_registers, groups)
 
 
-def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
+def token_tiles(problem: ConvolutionProblem, c: ConvolutionConfig) -> tuple[int, int]:
     """Tiles of a batch row and of all. A sequence without tokens has one."""
     if problem.packed:
         one = problem.T // c.BT + problem.N
@@ -576,8 +577,12 @@ def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
 
 
 def arguments(
-    problem: Problem, t: Tensors, c: ConvolutionConfig, arch: int, states: dict[str, Tensor | None]
-) -> dict[str, object]:
+    problem: ConvolutionProblem,
+    t: ConvolutionTensors,
+    c: ConvolutionConfig,
+    arch: int,
+    states: dict[str, Tensor | None],
+) -> dict[str, Any]:
     """Arguments that the kernels take under other names than the call's. `states`: an empty tensor stands for one that is not
     there."""
     absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
@@ -593,7 +598,7 @@ def arguments(
     )
 
 
-def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def short_convolution(problem: ConvolutionProblem, t: ConvolutionTensors, arch: int, outputs: Outputs) -> list[Launch]:
     initial, final = t.initial_state, outputs.get("final_state")
     if t.state_pool is not None:
         initial = final = t.state_pool
@@ -608,7 +613,9 @@ def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs)
     ]
 
 
-def checkpoint_launches(problem: Problem, t: Tensors, own: dict[str, object], c: ConvolutionConfig) -> Iterator[Launch]:
+def checkpoint_launches(
+    problem: ConvolutionProblem, t: ConvolutionTensors, own: dict[str, Any], c: ConvolutionConfig
+) -> Iterator[Launch]:
     if t.checkpoint_states is None:
         return
     every, buffer = problem.checkpoint_every, t.checkpoint_states
@@ -621,7 +628,7 @@ def checkpoint_launches(problem: Problem, t: Tensors, own: dict[str, object], c:
     yield Launch(convolution_checkpoints_kernel, marks * -(-problem.D // c.BD), *bound, c.num_warps)
 
 
-def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
+def backward(problem: ConvolutionProblem, t: ConvolutionTensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
     c = convolution_config(problem, t.device, backward=True)
     _, tiles = token_tiles(problem, c)

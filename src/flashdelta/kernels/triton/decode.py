@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ..shared.gates import beta_of, decay_rate, head_bias, log2_decay
@@ -202,7 +202,7 @@ def decode_kernel(
         store_tile(final_state, in_slot, state, stored, STREAM)
 
 
-def decode_config(problem: Problem, capability: int) -> Config:
+def decode_config(problem: StepProblem, capability: int) -> Config:
     """Chooses sizes by kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of
     the copy rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
     whole sectors: 64 channels where there are many CTAs. docs/log/tuning.md has all that was tried."""
@@ -217,12 +217,12 @@ def decode_config(problem: Problem, capability: int) -> Config:
     return Config(BV=min(64, _channels(problem, 8192)), num_warps=4, STREAM=not wide)
 
 
-def _channels(problem: Problem, elements: int) -> int:
+def _channels(problem: StepProblem, elements: int) -> int:
     """Value channels of a tile of `elements` elements."""
     return min(problem.V, max(1, elements // problem.K))
 
 
-def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
     c, overlaps = decode_config(problem, arch), arch >= 90
     states = decode_states(problem, t, outputs.get("final_state"))
@@ -235,7 +235,7 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     return [Launch(decode_kernel, ctas, *bind(decode_kernel, problem, t, own), c.num_warps, overlaps=overlaps)]
 
 
-def decode_kinds(problem: Problem, states: DecodeStates) -> dict[str, object]:
+def decode_kinds(problem: StepProblem, states: DecodeStates) -> dict[str, object]:
     """Compile-time arguments that say which tokens there are and where states go."""
     return dict(
         SINGLE=problem.T == 1 and not problem.packed,

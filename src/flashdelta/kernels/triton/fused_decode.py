@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import FusedProblem, FusedTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ..shared.gates import decay_rate, head_bias, sigmoid
@@ -344,7 +344,7 @@ ONE_WAVE = 396
 """CTAs of four warps with 168 registers a thread that an H100 or H200 holds at the same time, three an SM."""
 
 
-def fused_config(problem: Problem, arch: int) -> FusedConfig:
+def fused_config(problem: FusedProblem, arch: int) -> FusedConfig:
     """With a thread for each channel, rows of q, k, v and their windows are read once, and it has up to 128 elements of a
     state. For one token two threads share a channel, in chains half as long; but where states in bfloat16 come in more than
     one wave, three CTAs of four warps an SM have more of them in flight."""
@@ -358,7 +358,7 @@ def fused_config(problem: Problem, arch: int) -> FusedConfig:
     return FusedConfig(warps, 4, many, 255)
 
 
-def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch]:
     c, overlaps = fused_config(problem, arch), arch >= 90
     own = dict(
         **fused_arguments(problem, t, outputs["o"]),

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.gates import beta_gradient, beta_of, decay_rate, gate_gradient
 from ..shared.norms import row_norms
@@ -203,12 +203,12 @@ def intra_kernel(
             tl.store(out_k + in_own, dk.to(out_k.dtype.element_ty), mask=valid[:, None])
 
 
-def intra_config(problem: Problem, capability: int) -> Config:
+def intra_config(problem: ChunkProblem, capability: int) -> Config:
     """As `wy_config`."""
     return Config(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
 
 
-def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
+def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
     c = intra_config(problem, arch)
     own = dict(
         **parts.arguments(),

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import NormProblem, NormTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import quick_sigmoid
@@ -155,7 +155,7 @@ class ThreadConfig:
 FORWARD, BACKWARD = ThreadConfig(2048, 8), ThreadConfig(2048, 4, 3)
 
 
-def norm_config(problem: Problem, backward: bool = False, threads: ThreadConfig | None = None) -> NormConfig:
+def norm_config(problem: NormProblem, backward: bool = False, threads: ThreadConfig | None = None) -> NormConfig:
     threads = threads or (BACKWARD if backward else FORWARD)
     BV = max(16, triton.next_power_of_2(problem.V))
     return NormConfig(BV, max(1, threads.elements // BV), max(threads.warps, min(BV // 256, 16)), threads.ctas)
@@ -166,21 +166,21 @@ def row_layout(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, x.dim() - 4)
 
 
-def arguments(problem: Problem, t: Tensors, c: NormConfig, arch: int) -> dict[str, Any]:
+def arguments(problem: NormProblem, t: NormTensors, c: NormConfig, arch: int) -> dict[str, Any]:
     """Arguments that both kernels take under other names than the call's, or as rows."""
     x, activation = row_layout(t.x), dict(SIGMOID=problem.activation == "sigmoid", OVERLAP=arch >= 90)
     sizes = dict(rows=x.shape[:3].numel(), T=max(x.shape[1], 1), H=max(x.shape[2], 1))
     return dict(x=x, z=row_layout(t.z), **sizes, **vars(c), **activation)
 
 
-def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def gated_rms_norm(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> list[Launch]:
     c = norm_config(problem)
     own = dict(arguments(problem, t, c, arch), o=outputs["o"])
     bound = bind(norm_kernel, problem, t, own)
     return [Launch(norm_kernel, -(-own["rows"] // c.ROWS), *bound, c.num_warps, overlaps=arch >= 90)]
 
 
-def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
+def backward(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
     c, overlaps = norm_config(problem, backward=True), arch >= 90
     own = arguments(problem, t, c, arch)

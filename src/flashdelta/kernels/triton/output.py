@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem
+from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.mma import dot
 from ..shared.scalars import SCALARS
@@ -51,7 +51,7 @@ def output_kernel(
     tl.store(o, tile_o, mask=valid)
 
 
-def output_config(problem: Problem, capability: int) -> Config:
+def output_config(problem: ChunkProblem, capability: int) -> Config:
     """As above 131 us; 157 with 32 value channels, whose products are not wgmma's."""
     if capability == 90:
         return Config(BK=32, BV=min(64, problem.V), num_warps=4, STAGES=2)

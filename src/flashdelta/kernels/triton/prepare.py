@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem
+from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.gates import beta_of, decay_rate
 from ..shared.mma import apply_weights, dot
@@ -328,12 +328,12 @@ def prepare_kernel(
     store_weighted(w, K, w, count, inv_00, inv_11, inv_10, C, K, True, PRECISION)
 
 
-def bounded(problem: Problem) -> bool:
+def bounded(problem: ChunkProblem) -> bool:
     """Says whether `prepare_bounded` runs, which spares `prepare`'s products by level. In float32 `prepare` is no slower."""
     return safe_blocks(problem) and problem.dtype == torch.bfloat16
 
 
-def prepare_config(problem: Problem, capability: int) -> Config:
+def prepare_config(problem: ChunkProblem, capability: int) -> Config:
     """Chooses sizes: 432 us in float32 at T4096 H32 on an H200, with slices of 32 channels 468."""
     if bounded(problem):
         return Config(BK=16, num_warps=2, STAGES=3)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem
+from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.mma import dot
 from ..shared.scalars import SCALARS
@@ -242,7 +242,7 @@ def recurrence_kernel(
         store_state(packet, in_packet, state, crosses.to(tl.int32))
 
 
-def recurrence_config(problem: Problem, capability: int) -> Config:
+def recurrence_config(problem: ChunkProblem, capability: int) -> Config:
     """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
 
     Wider slices and fewer warps than these spill: 16-bit slices of 64 channels need the register operands of wgmma. In float32
@@ -273,7 +273,7 @@ BV32_BYTES = 181_248
 """Bytes of shared memory that slices of 32 value channels need, at the most."""
 
 
-def states_config(problem: Problem, capability: int, precision: str) -> Config:
+def states_config(problem: ChunkProblem, capability: int, precision: str) -> Config:
     """Chooses sizes of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32
     value channels take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as
     many CTAs. With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones

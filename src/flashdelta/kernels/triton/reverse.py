@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS
 from ..shared.segments import place_segment, segment_of
@@ -125,8 +125,8 @@ def reverse_kernel(
 
 
 def reverse(
-    problem: Problem,
-    t: Tensors,
+    problem: ChunkProblem,
+    t: ChunkTensors,
     arch: int,
     kept: Kept,
     scanned: Scanned | None,

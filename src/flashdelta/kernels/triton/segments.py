@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Problem
+from ...problem.problem import ChunkProblem
 from ...problem.split import SplitCosts
 from ...program.launch import Launch, sm_count
 from ..shared.mma import dot
@@ -151,12 +151,12 @@ SPLIT_COSTS = SplitCosts(step=165, transition=100, compose=230, fixed=1500)
 """Measured on an H200 at K = V = 128; other GPUs differ in all of them alike."""
 
 
-def room(problem: Problem, capability: int, sms: int) -> int:
+def room(problem: ChunkProblem, capability: int, sms: int) -> int:
     """Segment transitions that are formed at the same time, one CTA an SM."""
     return sms // (problem.HV * ((problem.K + problem.V) // transitions_width(problem, capability)))
 
 
-def transitions_width(problem: Problem, capability: int) -> int:
+def transitions_width(problem: ChunkProblem, capability: int) -> int:
     """Columns of a transition that a CTA forms."""
     return min(recurrence_config(problem, capability).BV, problem.K)
 

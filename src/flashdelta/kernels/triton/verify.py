@@ -36,7 +36,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ..shared.gates import AHEAD, beta_of, decay_rate, log2_decay
@@ -340,7 +340,7 @@ class VerifyConfig:
     max_registers: int | None
 
 
-def verify_config(problem: Problem) -> VerifyConfig:
+def verify_config(problem: StepProblem) -> VerifyConfig:
     """A head's whole state, 32 KB at a time, as A, B and the inverse are the same for all of it. Of at most 8 tokens, three or
     four of these CTAs fit on an SM of Hopper."""
     wide = problem.state_dtype == torch.float32
@@ -350,7 +350,7 @@ def verify_config(problem: Problem) -> VerifyConfig:
     return VerifyConfig(min(problem.V, 2 * tile), tile, num_warps=4 if problem.K <= 128 else 8, max_registers=cap)
 
 
-def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Speculative tokens into a replay buffer."""
     c, overlaps = verify_config(problem), arch >= 90
     states = decode_states(problem, t, None)

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ..shared.gates import LOG2E, beta_of, decay_rate
@@ -296,7 +296,7 @@ def wy_kernel(
     tl.store(grad_Akk + in_matrix, tl.where(below, dAkk, 0.0), mask=valid[:, None] | (not BY_TOKEN))
 
 
-def wy_config(problem: Problem, capability: int) -> Config:
+def wy_config(problem: ChunkProblem, capability: int) -> Config:
     """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
 
     On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two CTAs an SM
@@ -313,18 +313,18 @@ def wy_config(problem: Problem, capability: int) -> Config:
     return Config(BK=16, BV=min(problem.V, 64) if capability in (90, 100) else 32, num_warps=4, STAGES=1)
 
 
-def wy_launch(problem: Problem, arch: int, x: WyOperands, own: dict[str, object]) -> Launch:
+def wy_launch(problem: ChunkProblem, arch: int, x: WyOperands, own: dict[str, object]) -> Launch:
     c = wy_config(problem, arch)
     own = dict(**x.arguments(), **own, **vars(c), PRECISION=backward_precision(problem, arch))
     return Launch(wy_kernel, chunks(problem), *bind(wy_kernel, problem, Tensors(), own), c.num_warps)
 
 
-def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
+def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
     own = dict(parts.arguments(), grad_Akk=parts.grad_A, grad_v=grad_v, rows=problem.slots)
     return wy_launch(problem, arch, x, dict(**own, BY_TOKEN=False, V_FIRST=True))
 
 
-def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def wy_dqkg(problem: WyProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`."""
     own = dict(wy_results(outputs), grad_Akk=outputs["dA"], BETA="value", L2NORM=False, BY_TOKEN=True)
     return [wy_launch(problem, arch, WyOperands.of(t), own)]

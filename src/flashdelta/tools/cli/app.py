@@ -61,7 +61,7 @@ def _end(report: dict, show: Callable[[dict, Console], None], json: bool, passed
 def _backend(name: str) -> str:
     known = ("auto", *(backend.name for backend in backends.BACKENDS))
     if name not in known:
-        raise typer.BadParameter(f"got {name!r}, wanted one of {', '.join(known)}")
+        raise typer.BadParameter(f"must be one of {', '.join(known)}; got {name!r}")
     return name
 
 
@@ -142,11 +142,11 @@ def demo(
     if requests is not None:
         from . import batching
 
-        given = {"tokens": tokens, "temperature": temperature, "seed": seed, "prompt": prompt}
+        given: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed, "prompt": prompt}
         with _bad_parameters():
             served = batching.run_batch(requests=requests, slots=slots, **given, backend=backend, device=device)
         _end(asdict(served), batching.show, json, served.checked)
-    sampling = {"tokens": tokens, "temperature": temperature, "seed": seed}
+    sampling: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed}
     with _bad_parameters():
         result = run_demo(prompt=prompt, **sampling, backend=backend, device=device)
     _end(asdict(result), show, json, result.checked)

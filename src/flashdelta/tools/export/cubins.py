@@ -22,7 +22,7 @@ from ...kernels.triton.recurrence import BV32_BYTES, STATES_FEW
 from ...ops.decode import recurrent_kda
 from ...problem import operations
 from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
-from ...problem.problem import Problem, Tensors
+from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ...program.workspace import in_slots
@@ -88,6 +88,7 @@ class Wanted:
             return sample_decode(self.K, self.V, gate, arch)
         wide = self.stage == "recurrence_wide"
         heads = 2 * STATES_FEW if wide else SAMPLE_HEADS
+        assert self.C is not None
         call = prefill_call(self.op, (self.K, self.V, self.C), gate, self.precision, H=heads)
         return prefill(*call, arch, prefill_outputs(*call))[1 if wide else STAGES.index(self.stage)]
 
@@ -100,19 +101,19 @@ def prefill_call(
     B: int = 1,
     H: int = SAMPLE_HEADS,
     T: int | None = None,
-) -> tuple[Problem, Tensors]:
+) -> tuple[ChunkProblem, ChunkTensors]:
     """A prefill at `(K, V, C)`; g and beta are in float32 whatever the others are."""
     (K, V, C), T = size, 4 * size[2] if T is None else T
     dtype = torch.float32 if op == "prefill_f32" else torch.bfloat16
     q, k, v = (torch.empty(B, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
     g, beta = torch.empty(B, H, T, K, device="meta"), torch.empty(B, H, T, device="meta")
     options = SimpleNamespace(scale=None, gate=gate, chunk_size=C, precision=precision or dot_precision(dtype))
-    problem, t = operations.prefill_problem(options, Tensors(q, k, v, g, beta))
+    problem, t = operations.prefill_problem(options, dict(q=q, k=k, v=v, g=g, beta=beta))
     return problem, in_slots(t)
 
 
-def prefill_outputs(problem: Problem, t: Tensors) -> Outputs:
-    """In bfloat16 without `u`."""
+def prefill_outputs(problem: ChunkProblem, t: ChunkTensors) -> Outputs:
+    """Outputs of a prefill: in bfloat16 without `u`."""
     wanted = {name: x for name, x in problem.results().items() if name != "u" or problem.dtype == torch.float32}
     return {name: t.memory.new(*x) for name, x in wanted.items()}
 
@@ -211,7 +212,7 @@ def _check(
     compiled: CompiledKernel, launch: Launch, parameters: tuple[tuple[str, str], ...], arch: int, label: str
 ) -> None:
     metadata = compiled.metadata
-    entry = re.search(rf"\.entry {metadata.name}\((.*?)\)", compiled.asm["ptx"], re.DOTALL)[1]
+    (entry,) = re.findall(rf"\.entry {metadata.name}\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     found = re.findall(r"\.param\s+(\.\w+)", entry)
     expected = [TYPES.get(kind, ".u64") for _, kind in parameters] + [".u64"] * SCRATCH
     if found != expected:
