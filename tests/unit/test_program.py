@@ -15,7 +15,7 @@ from triton import knobs
 import flashdelta as fd
 from flashdelta.kernels.triton.recurrence import recurrence_kernel
 from flashdelta.parallel.exchange import Exchange
-from flashdelta.problem.problem import Tensors
+from flashdelta.problem.problem import ChunkTensors
 from flashdelta.program import plan as plans
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, METADATA, Launch, _specialization
@@ -37,8 +37,12 @@ def launch(name: str, *arguments: object, ctas: int = 3, **constants) -> Launch:
     return Launch(name, ctas, arguments, constants, num_warps=4)
 
 
-def slots(**tensors: Tensor) -> Tensors:
-    return in_slots(Tensors(**tensors))
+def call_of(**tensors: Tensor) -> ChunkTensors:
+    return ChunkTensors(**dict.fromkeys((*"qkvg", "beta")) | tensors)
+
+
+def slots(**tensors: Tensor) -> ChunkTensors:
+    return in_slots(call_of(**tensors))
 
 
 def plan_of(t: Tensors, *launches: Launch, **outputs: Tensor) -> Plan:
@@ -65,7 +69,7 @@ def test_arguments_are_found_again(started: Started):
 def test_tensors_may_be_views_of_what_a_caller_passes(started: Started):
     """Of one tensor, and in another order than by role."""
     rows, x = torch.zeros(3, 12), torch.zeros(4)
-    given = Tensors(q=x, k=rows[:, 4:], v=rows[1:, 2:])
+    given = call_of(q=x, k=rows[:, 4:], v=rows[1:, 2:])
     t = in_slots(given)
     plan = plan_of(t, launch("a", t.q[1:], t.k, t.v[:, 1:]))
     plan.bind(given, (None, rows, x), [2, 1, 1])
@@ -75,7 +79,7 @@ def test_tensors_may_be_views_of_what_a_caller_passes(started: Started):
 
 def test_an_output_of_the_callers_own_is_returned(started: Started):
     t, out, other = slots(q=torch.zeros(4), out=torch.zeros(4)), torch.zeros(4), torch.zeros(4)
-    assert plan_of(t, launch("a", t.q, t.out), o=t.out).execute((out, other))["o"] is other
+    assert plan_of(t, launch("a", t.q, t.out), o=t.out).execute((other, out))["o"] is other
     assert started[0][2] == [out.data_ptr(), other.data_ptr()]
 
 
