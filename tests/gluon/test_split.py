@@ -14,6 +14,7 @@ from flashdelta.program.launch import Launch
 
 from ..support.oracle import assert_close
 from ..support.split_cases import COSTS, forced, offsets, split_call, split_pool_call
+from .interpreter import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
@@ -50,7 +51,7 @@ def _plan(cu_seqlens: torch.Tensor, T: int, room: int, split: int, invariant: bo
     first_segment = torch.full((N + 1,), -1, dtype=torch.int32)
     arguments = cu_seqlens, None, first_segment, T, N, 0, room, split, int(invariant)
     numbers = costs.step, costs.transition, costs.compose, costs.fixed, costs.shortest, costs.margin
-    Launch(plan_kernel, 1, (*arguments, *numbers), {"C": 64, "BLOCK": 128}, num_warps=4).run()
+    run(Launch(plan_kernel, 1, (*arguments, *numbers), {"C": 64, "BLOCK": 128}, num_warps=4))
     return first_segment
 
 

@@ -12,6 +12,7 @@ from flashdelta.kernels.stages.finish import gate_sums_kernel
 from flashdelta.program.launch import Launch
 
 from .inputs import TOKEN_TENSORS
+from .launches import start
 from .oracle import covered_tokens, float64, poisoned_memory
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -97,7 +98,7 @@ def check_gate_sums(slots: int, present: tuple[bool, bool], device: str = "cpu",
     parts = [torch.randn(slots, HV, K, device=device) if there else None for there in present]
     sums = [torch.full(shape, torch.nan, device=device) for shape in ((HV,), (HV, K))]
     given = [x if there else None for x, there in zip(sums, present)]
-    Launch(gate_sums_kernel, HV * sum(present), (*parts, *given, HV, slots), {"K": K}, num_warps=16).run()
+    start(Launch(gate_sums_kernel, HV * sum(present), (*parts, *given, HV, slots), {"K": K}, num_warps=16))
     for x, found, dims in zip(parts, sums, ((0, 2), (0,))):
         wanted = torch.full_like(found, torch.nan) if x is None else x.double().sum(dims).float()
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4, equal_nan=True)

@@ -45,7 +45,7 @@ def slots(**tensors: Tensor) -> ChunkTensors:
     return in_slots(call_of(**tensors))
 
 
-def plan_of(t: Tensors, *launches: Launch, **outputs: Tensor) -> Plan:
+def plan_of(t: ChunkTensors, *launches: Launch, **outputs: Tensor) -> Plan:
     return Plan(t.memory, Outputs(outputs), launches)
 
 
