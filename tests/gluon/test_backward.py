@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -223,6 +224,7 @@ def test_gates_gradients_are_summed_over_all_chunks(slots: int, present: tuple[b
 
 # ---- `chunk_bwd_wy_dqkg` -----------------------------------------------------------------------------------------------
 
+check_hopper_wy = partial(check_wy, dtype=BF16, backend="hopper", device="cpu", tolerance=1e-2)
 DIMS = ((128, 128), (64, 128), (128, 64))
 WY = [
     replace(case, K=DIMS[i % 3][0], V=DIMS[i % 3][1])
@@ -234,7 +236,7 @@ WY = [
 @pytest.mark.parametrize("case", [*WY, replace(WY[0], layout="odd_offset")], ids=lambda x: f"{x.name}-{x.K}-{x.V}")
 def test_wy(case: WyCase):
     """Off every boundary by way of copies; the states', too."""
-    check_wy(case, BF16, "hopper", "cpu", 1e-2)
+    check_hopper_wy(case)
 
 
 @pytest.mark.parametrize(("v_first", "sms"), [(False, 1), (True, 5)])
@@ -242,7 +244,7 @@ def test_wy_of_persistent_ctas(v_first: bool, sms: int):
     """Tiles that a CTA fetches while it stores those of the one before."""
     with hopper_on_cpu(sms=sms):
         case = WyCase("persistent", "", K=128, V=128, B=2, T=150, H=1, HV=2, log2=True, v_first=v_first)
-        check_wy(case, BF16, "hopper", "cpu", 1e-2)
+        check_hopper_wy(case)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["sliced", "held"])

@@ -43,7 +43,7 @@ def gradients() -> None:
 
 def persistent_wy() -> None:
     with hopper_on_cpu(sms=2):
-        test_backward.check_wy(WyCase("persistent", "", K=128, V=128, B=2, T=150, H=1, HV=2, log2=True))
+        test_backward.check_hopper_wy(WyCase("persistent", "", K=128, V=128, B=2, T=150, H=1, HV=2, log2=True))
 
 
 def late() -> None:

@@ -37,7 +37,7 @@ def test_gradients():
 
 
 def test_wy():
-    test_backward.check_wy(WyCase("smoke", "", K=128, V=128, H=1, HV=2))
+    test_backward.check_hopper_wy(WyCase("smoke", "", K=128, V=128, H=1, HV=2))
 
 
 def test_step(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,6 @@ from .oracle import poisoned_memory
 
 NAMES = ("dq", "dk", "dv", "dbeta", "dg", "dA")
 TENSORS = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv")
-BY_TOKEN = tuple(name for name in TENSORS if name not in ("h", "dh"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,6 @@ from ..support.oracle import same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
-close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-
 
 # ---- the reference ----------------------------------------------------------------------------------------------------------
 

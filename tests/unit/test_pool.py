@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 import flashdelta as fd
 from flashdelta.reference.sequences import chunk_slots
+from flashdelta.runtime.call import check
 
 from ..support.cases import FP32
-from ..support.plans import Plan, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
@@ -21,7 +22,6 @@ from ..support.pools import (
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
-BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 ALL = [(fd.chunk_kda, pool_case) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS]
 ALL += [(fd.fused_recurrent_kda, pool_case) for pool_case in PLAIN_POOLS]
 
@@ -42,9 +42,25 @@ def test_pool_call_is_the_recurrence(op, pool_case: PoolCase, dtype: torch.dtype
 # ---- the plan of chunk slots ----------------------------------------------------------------------------------------
 
 
-@given(plans(wild=True))
-def test_no_plan_leads_outside(plan: Plan):
-    problem, t = plan.call()
+MARKS = st.one_of(st.just(0), st.integers(0, 12).map(lambda i: 16 * i), st.integers(-(2**62), 2**62))
+WILD = st.one_of(st.integers(-200, 400), st.integers(-(2**62), 2**62))
+
+
+@given(st.data(), st.booleans(), st.integers(1, 3), st.integers(1, 200), st.integers(0, 4), st.sampled_from([32, 64]))
+def test_no_plan_leads_outside(data: st.DataObject, packed: bool, B: int, T: int, M: int, C: int):
+    """Any offsets of sequences and of checkpoints: zeros, past the end, out of order."""
+    offsets = data.draw(st.lists(WILD, min_size=2, max_size=5)) if packed else None
+    B, N = (1, len(offsets) - 1) if packed else (B, B)
+    x, state = torch.zeros(B, T, 1, 32), torch.zeros(1, 1, 32, 32)
+    call = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "chunk_size": C, "state_pool": state}
+    call |= {"state_v_first": False, "use_qk_l2norm_in_kernel": False, "state_indices": torch.zeros(N).long()}
+    if packed:
+        call["cu_seqlens"] = torch.tensor(offsets)
+    if M > 0:
+        marks = data.draw(st.lists(MARKS, min_size=N * M, max_size=N * M))
+        call["checkpoint_offsets"] = torch.tensor(marks).view(N, M)
+        call["checkpoint_indices"] = torch.zeros(N, M).long()
+    problem, t = check(fd.chunk_kda, **call)
     slots = chunk_slots(problem, t)
     for x in (slots.last, slots.reached):
         assert x.numel() == 0 or (x.min() >= 0 and x.max() < problem.B * problem.slots)
