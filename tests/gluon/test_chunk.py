@@ -15,7 +15,7 @@ from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
 from ..support.inputs import TOKEN_TENSORS
 from ..support.oracle import assert_close, chunked_truth, covered_tokens, same_bits, tolerance_of, truth
 from ..support.stream_k import Work
-from ..unit.test_hopper_choice import TABLE
+from ..unit.test_hopper_choice import ON_GPU
 from .checks import hold_nan_inside, hopper_call, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 
@@ -40,7 +40,7 @@ NAMES = {
 }
 """One of those that differ by the same thing; the GPU tier has all."""
 DIMS = {"bounded": (64, 64), "wide_gate": (64, 128), "softplus": (128, 128), "h_v_first": (64, 128)}
-CASES = [case for case in TABLE if case.name in NAMES]
+CASES = [case for case in ON_GPU if case.name in NAMES]
 CASES += [replace(BY_NAME[name], name=f"{name} K{K} V{V}", H=1, HV=2, K=K, V=V) for name, (K, V) in DIMS.items()]
 
 

@@ -29,7 +29,7 @@ from ..support.oracle import (
 )
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
 from ..support.ranks import Cut
-from ..unit.test_hopper_choice import TABLE
+from ..unit.test_hopper_choice import ON_GPU
 from .checks import check_steps, hold_bits_alone, hold_nan_inside, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 from .test_ranks import hold_pool_over_ranks
@@ -69,7 +69,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize(
     ("case", "K"),
-    widths([*(case for case in TABLE if case.name in NAMES), *LENGTHS]),
+    widths([*(case for case in ON_GPU if case.name in NAMES), *LENGTHS]),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_cases(case: Case, K: int):

@@ -77,7 +77,7 @@ def explain(
         readable = is_plain(t.q) and t.q.device.type == place.type != "meta"
         segments = tuple(chosen.parts(problem, chunks_of(problem, t), t.device).tolist()) if readable else None
     tensors = {name: given[name] for name in call.tensors if name in given}
-    why = None if chosen.name == "reference" else not_replayed(problem, tensors, device)
+    why = None if chosen.name == "reference" else not_replayed(problem, tensors, place)
     return Explanation(support, verdicts, segments, why)
 
 
