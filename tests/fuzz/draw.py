@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.problem.problem import GATES, PLAIN_GATES
 
 from ..support.layouts import LAYOUTS as GRADIENT_LAYOUTS
 from .memory import LAYOUTS, Memory, Place, dense, token_place
@@ -239,8 +240,8 @@ class Drawing:
 
     def gate(self, logit: str) -> str:
         variant, options = self.variant, self.spec.options
-        gate = variant.choice(("none", "softplus", "lower_bound", "logsigmoid"))
-        if gate == "logsigmoid" or chance(variant, 0.3):
+        gate = variant.choice(GATES)
+        if gate in PLAIN_GATES or chance(variant, 0.3):
             options["gate"] = gate
         elif gate != "none":
             options["use_gate_in_kernel"] = True

@@ -28,7 +28,7 @@ from .wy import Parts, WyOperands
 
 @dataclass(frozen=True)
 class Kept:
-    """ChunkTensors that the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
+    """Tensors that the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
     dtype `Akk_inv` (`StageSet.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
     also what they told each other, `packets` (`merge.py`). `unsplit`: ignore segments; scan this rank's tokens as one."""
 
@@ -130,7 +130,7 @@ class StageSet:
 
     @functools.cached_property
     def segments(self) -> dict[str, Tensor]:
-        """ChunkTensors of a split that the forward left, by name."""
+        """Tensors of a split that the forward left, by name."""
         return found_segments(self.t, self.layout)
 
 

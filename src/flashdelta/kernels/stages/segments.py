@@ -138,7 +138,7 @@ def transition_arguments(t: ChunkTensors, where: dict[str, Any]) -> dict[str, An
 
 
 LASTING = ("transitions", "starts", "first_segment")
-"""ChunkTensors of a split that the backward pass needs."""
+"""Tensors of a split that the backward pass needs."""
 
 
 def lasting_segments(problem: ChunkProblem, layout: Layout, outputs: Outputs, memory: Slots) -> dict[str, Tensor]:
