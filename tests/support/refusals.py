@@ -35,7 +35,7 @@ CHUNK = (fd.chunk_kda,)
 FORWARD = (fd.chunk_kda, fd.fused_recurrent_kda)
 SEQUENCES = (*FORWARD, fd.recurrent_kda)
 DECODE, COMMIT, PREFILL, WY = (fd.recurrent_kda,), (fd.commit,), (fd.kda_prefill,), (wy,)
-NORM, CONVOLUTION = (fd.gated_rms_norm,), (fd.short_convolution,)
+NORM, CONVOLUTION, FUSED = (fd.gated_rms_norm,), (fd.short_convolution,), (fd.fused_kda_decode,)
 
 
 @dataclass(frozen=True)
