@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
 from flashdelta import backends
+from flashdelta.kernels.triton import build  # noqa: F401  decorated here, as tests set TRITON_INTERPRET
 from flashdelta.problem import device_checks
 from flashdelta.problem.problem import Tensors, inputs_of
 from flashdelta.runtime import call as road
