@@ -44,7 +44,11 @@ ONE += [{"device": x} for x in ("nowhere", "meta", "cuda:99")]
 MANY = [{"requests": 0}, {"slots": 0}, {"tokens": 0}, {"temperature": -1.0}, {"prompt": ""}, {"device": "nowhere"}]
 
 
-@pytest.mark.parametrize(("run", "arguments"), [(run_demo, x) for x in ONE] + [(run_batch, x) for x in MANY], ids=str)
+@pytest.mark.parametrize(
+    ("run", "arguments"),
+    [(run_demo, x) for x in ONE] + [(run_batch, x) for x in MANY],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_bad_arguments_are_named(run: Callable, arguments: dict) -> None:
     (name,) = arguments
     with pytest.raises(ValueError, match=rf"^{name}\b.*got "):

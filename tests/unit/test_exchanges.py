@@ -206,4 +206,4 @@ def test_every_rank_finds_the_same_way(name: str, monkeypatch: pytest.MonkeyPatc
             return way, str(refused)
 
     wanted = ("put", "put") if obstacle is None else ("gather", f"exchange must be 'gather' ({obstacle}...; got 'put'")
-    assert all(way == wanted[0] and text.startswith(wanted[1]) for way, text in on_ranks(2, run))
+    assert all(way == wanted[0] and says(wanted[1], text) for way, text in on_ranks(2, run))
