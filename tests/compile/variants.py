@@ -253,7 +253,7 @@ def backward_of(problem: Problem, t: Tensors) -> tuple[Problem, Tensors]:
     """The backward pass of a call, with the gradients that come in."""
     given = {name: torch.empty(x.shape, dtype=x.dtype, device=t.device) for name, x in problem.results().items()}
     do = given["o"]
-    dht = given["final_state"] if problem.output_final_state else do.new_zeros(0)
+    dht = given.get("final_state", do.new_zeros(0))
     return replace(problem, operation=problem.operation + BACKWARD), replace(t, do=do, dht=dht)
 
 
