@@ -252,7 +252,7 @@ def test_wy_of_persistent_ctas(v_first: bool, sms: int):
 def test_portable_wy(case: WyCase, held: bool, monkeypatch: pytest.MonkeyPatch):
     if held:  # as on Hopper
         config = portable_wy.Config
-        monkeypatch.setattr(portable_wy, "wy_config", lambda problem, capability: config(4, 16, problem.V, 3))
+        monkeypatch.setattr(portable_wy, "wy_config", lambda problem, arch: config(4, BK=16, BV=problem.V, STAGES=3))
     heads = {"H": 1, "HV": 1} if case.H == case.HV else {}
     check_wy(replace(case, T=min(case.T, 66), **heads), FP32, "triton", "cpu", 1e-6)
 

@@ -51,7 +51,7 @@ def shard_attention(
 
     layers = [x for x in module.modules() if isinstance(x, KimiDeltaAttention)]
     if not layers:
-        raise wrong("module", type(module).__name__, "or hold a KimiDeltaAttention")
+        raise wrong("module", type(module).__name__, "a KimiDeltaAttention, or hold one")
     for layer in layers:
         narrow = next((name for name, x in layer.named_parameters() if x.dtype != torch.float32), None)
         if narrow is not None:
