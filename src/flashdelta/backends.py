@@ -63,7 +63,7 @@ class Backend:
         return None
 
     def _ranks_obstacle(self, problem: Problem) -> str | None:
-        """Of kernels, which merge the states of other ranks in one piece."""
+        """The obstacle for kernels that merge the states of other ranks in one piece."""
         if isinstance(problem, ChunkProblem) and problem.ranks > 1 and problem.K > 128:
             return f"K = {problem.K} over several ranks; it takes up to 128 there"
         return None

@@ -79,7 +79,7 @@ def test_words(default: bool, monkeypatch: pytest.MonkeyPatch):
 def test_another_word_is_told_once(default: bool, monkeypatch: pytest.MonkeyPatch):
     word = f"maybe {default}"
     monkeypatch.setenv(NAME, word)
-    with pytest.warns(UserWarning, match=f"{NAME}: got '{word}', wanted one of 1, true, .* no; it is {default:d}"):
+    with pytest.warns(UserWarning, match=f"{NAME} must be one of 1, true, .* no; got '{word}', so it is {default:d}"):
         assert is_on(NAME, default) is default
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -22,8 +22,9 @@ ANY_HALO = 2**30
 
 
 def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[Tensor, Tensor]:
-    """Of all ranks' sequences those of a rank with `tokens` tokens, on the device of the offsets, without reading any:
-    `cu_seqlens [N + 1]` and the border. Of more than `N` sequences the last are left out, and none goes on to the next rank."""
+    """Selects, from all ranks' sequences, those of a rank with `tokens` tokens, on the device of the offsets, without reading
+    any. Returns `cu_seqlens [N + 1]` and the border. If there are more than `N` sequences, the last are left out, and none
+    goes on to the next rank."""
     # of values that nobody has read kernels take ranks, which must be there
     inside = offsets.long().clamp(0, ranks * tokens)
     begins, ends = inside[:-1], inside[1:]

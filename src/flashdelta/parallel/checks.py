@@ -72,7 +72,7 @@ def check_on_all_ranks(context: Any, described: object, name: str = "cp_context"
 
 @contextlib.contextmanager
 def broadcast_errors(*where: Any) -> Iterator[None]:
-    """Of a call that this rank refuses in the block: tells the ranks that wait in `check_on_all_ranks`. `where`: what the call
+    """Tells the ranks that wait in `check_on_all_ranks` of a call that this rank refuses in the block. `where`: what the call
     has as context and group, fit or not; where none of them is a group or has one, nobody can be told."""
     try:
         yield

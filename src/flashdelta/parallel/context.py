@@ -133,7 +133,7 @@ class ContextParallel:
         object.__setattr__(self, "sequences", len(cu_seqlens) - 1)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Of a tensor with a row for each sequence of all ranks those of this rank's: of slots, flags, initial states.
+        """Selects this rank's rows of a tensor with a row for each sequence of all ranks: slots, flags, initial states.
 
         Nothing is read on the host: in a captured graph it follows `update_`.
 
@@ -261,7 +261,7 @@ def check_offsets(offsets: object, name: str = "cu_seqlens", on_host: bool = Fal
 
 
 def check_values(offsets: Tensor, most: int | None = None) -> int:
-    """Of offsets on the host; returns the last."""
+    """Checks the values of offsets on the host; returns the last."""
     values = offsets.tolist()
     if values[0] != 0:
         raise wrong("cu_seqlens", f"first offset {values[0]}", "offsets from 0 on")
@@ -303,21 +303,21 @@ def context_of(
 
 
 def as_context(x: Any) -> ContextParallel | None:
-    """What it is, or stands for if it has what FLA's has; else None."""
+    """The context that `x` is, or stands for if it has what FLA's has; else None."""
     if isinstance(x, ContextParallel):
         return x
     return _from_fla(x) if all([hasattr(x, name) for name in FOREIGN]) else None
 
 
 def has_context(c: Any) -> bool:
-    """Whether a call's options name ranks."""
+    """True if a call's options name ranks."""
     return c.cp_context is not None or c.group is not None
 
 
 def context_in_call(
     cp_context: Any, group: Any, cu_seqlens: Tensor | None, q: Tensor
 ) -> tuple[ContextParallel, Tensor | None, Tensor | None]:
-    """Of a call that names ranks: the context, the rank's offsets, and the border (None where there is one rank)."""
+    """Returns, for a call that names ranks, its context, the rank's offsets, and the border (None where there is one rank)."""
     context = context_of(cp_context, group, q.device)
     if context.device != q.device:
         raise wrong("cp_context", f"device {context.device}", f"on q's device {q.device}")
@@ -390,7 +390,7 @@ def _from_fla(context: Any) -> ContextParallel:
 
 
 def _fla_count(context: Any, name: str, most: int) -> int:
-    """Of ranks, of which the kernels read what they sent."""
+    """Reads and checks a number of ranks. The kernels read what these ranks sent."""
     value = getattr(context, name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"cp_context must be one with an int {name}; got {name} {value!r} ({type(value).__name__})")

@@ -55,13 +55,13 @@ def receive(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL)
 
 
 def _putting(name: str, way: str, device: torch.device) -> SharedMemory | None:
-    """What the ranks put packets into; nothing if they gather them."""
+    """The memory that the ranks put packets into; None if they gather them."""
     memory = _memory_of(name, device) if puts(way, device) else None
     return memory if memory is not None and memory.obstacle is None else None
 
 
 def puts(way: str, device: torch.device) -> bool:
-    """Whether copies are wanted, if the ranks can."""
+    """True if copies are wanted, where the ranks can make them."""
     return way == "put" or (way == "auto" and device.type == "cuda")
 
 
@@ -82,7 +82,7 @@ def gather_numbers(numbers: Sequence[int], name: str, ranks: int, device: torch.
 
 
 def chosen_exchange(way: str, name: str, device: torch.device) -> str:
-    """What `way` comes to. All ranks of the group must ask.
+    """Settles `way`: "put" or "gather". All ranks of the group must ask.
 
     Raises:
         ValueError: copies are asked for, and some rank can't: on every rank.
@@ -159,7 +159,7 @@ MOST_PLACES = 64
 
 
 class _Place(NamedTuple):
-    """Of the packets of one exchange, as bytes: this rank's on every rank, and here those of the ranks before and after."""
+    """Packets of one exchange, as bytes: this rank's on every rank, and here those of the ranks before and after."""
 
     own: list[Tensor]
     before: Tensor
@@ -167,8 +167,8 @@ class _Place(NamedTuple):
 
 
 class SharedMemory:
-    """What the ranks of a group put packets into: each has a place for all packets, `TURNS` times and once for captures. It is
-    made, and made larger, by all ranks alike, at the same exchange.
+    """Memory that the ranks of a group put packets into. Each rank has a place for all packets, `TURNS` times and once for
+    captures. All ranks alike make it, and make it larger, at the same exchange.
 
     An exchange writes its packet to its place on every rank that it is for. Then all get a signal, and a rank copies what it
     has got once it has the signals of those that send to it. It waits for the others' before it writes in the next exchange:
@@ -415,7 +415,7 @@ def _timeout_ms(group: Any, device: torch.device) -> int:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """In one dimension."""
+    """A tensor's bytes in one dimension."""
     return x if x.dtype == torch.uint8 and x.dim() == 1 else x.reshape(-1).view(torch.uint8)
 
 
@@ -424,7 +424,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def _host() -> int:
-    """Of processes that can hand each other memory: of one machine, and of one container there."""
+    """A number for the processes that can hand each other memory: those of one machine, and of one container there."""
     said = [socket.gethostname()]
     with contextlib.suppress(OSError):
         said.append(Path("/proc/sys/kernel/random/boot_id").read_text())

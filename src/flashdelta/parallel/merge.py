@@ -28,9 +28,9 @@ Reverse = Callable[[ChunkProblem, ChunkTensors, Tensor | None, Tensor | None], L
 def carried_states(
     call: StageCall, transition: Transition, packets: Tensor
 ) -> tuple[list[Step], StageCall, list[Step]]:
-    """What finds the states before this rank's tokens, the call from these on, and what follows its `recurrence`. By relay the
-    first one's packet is what that ends with. The last rank tells nobody of its own. `packets`: room for those of all ranks,
-    or those that the forward has left for its backward pass."""
+    """Returns the steps that find the states before this rank's tokens, the call from these on, and the steps after its
+    `recurrence`. The first rank's packet in a relay is what that ends with. The last rank tells nobody of its own.
+    `packets`: room for those of all ranks, or those that the forward has left for its backward pass."""
     problem, t = call.problem, call.t
     before, after = list[Step](), list[Step]()
     if t.packets is None:
@@ -58,7 +58,7 @@ def carried_states(
 def with_rank_exchange(
     call: StageCall, transition: Transition, outputs: Outputs
 ) -> tuple[list[Step], StageCall, Tensor | None, list[Step]]:
-    """Of a forward: what runs before `recurrence`, the call that this runs, where it leaves the final states, and what runs
+    """Returns a forward's steps before `recurrence`, the call that this runs, where it leaves the final states, and the steps
     after it."""
     before, from_here, after = carried_states(call, transition, kept_packets(call, outputs))
     if not call.problem.has_pool:
@@ -80,7 +80,7 @@ def room_for_packets(problem: ChunkProblem, memory: Slots) -> Tensor:
 
 
 def send_gradients(problem: ChunkProblem, memory: Slots) -> Exchange:
-    """Of the gradients of the states before this rank's tokens, to earlier ranks."""
+    """The exchange that sends the gradients of the states before this rank's tokens to earlier ranks."""
     offsets = memory.new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32)
     own = memory.new(offsets.shape[1:], torch.float32)
     return Exchange(exchange, problem.process_group, problem.exchange, EARLIER, own, offsets)
@@ -89,8 +89,8 @@ def send_gradients(problem: ChunkProblem, memory: Slots) -> Exchange:
 def carried_gradients(
     call: StageCall, packets: Tensor, reverse: Reverse, grads: Tensor, meanwhile: Iterable[Step]
 ) -> Iterator[Step]:
-    """What finds the gradients `grads` of the final states, those of later ranks included. `call.t.dht`: the caller's own.
-    `meanwhile`: what takes none of them, and runs before they are waited for."""
+    """Yields the steps that find the gradients `grads` of the final states, those of later ranks included. `call.t.dht`: the
+    caller's own. `meanwhile`: steps that take none of them, and run before they are waited for."""
     problem, t = call.problem, call.t
     told = send_gradients(problem, t.memory)
     if problem.rank == 0:

@@ -22,7 +22,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_plain(x: object) -> bool:
-    """Whether `x` is a tensor whose class leaves its work as it is. That of others (fake, functional, ...) must go through the
+    """True if `x` is a tensor whose class leaves its work as it is. That of others (fake, functional, ...) must go through the
     dispatcher. Subclasses of parameters are plain unless they say otherwise."""
     kind = type(x)
     return kind in PLAIN or (
@@ -123,7 +123,7 @@ def check_writable(name: str, x: Tensor) -> None:
 
 
 def ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """By the first of each pair. (`torch.compile` traces no `sorted` of sizes that it leaves open.)"""
+    """Sorts by the first of each pair. (`torch.compile` traces no `sorted` of sizes that it leaves open.)"""
     found: list[tuple[int, int]] = []
     for pair in pairs:
         found.insert(sum(1 for other in found if other[0] <= pair[0]), pair)
@@ -198,7 +198,7 @@ class Arguments:
         return int(symbol) if symbol.isdigit() else None
 
     def fits(self, symbols: list[str], shape: torch.Size) -> bool:
-        """Whether a tensor of this shape has these dimensions; if so, binds the symbols that are new."""
+        """True if a tensor of this shape has these dimensions; if so, binds the symbols that are new."""
         if len(symbols) != len(shape):
             return False
         new, sizes = {}, self.sizes
@@ -232,7 +232,7 @@ class Arguments:
             rule(a, getattr(self, a) is not None or getattr(self, b) is None, f"a tensor with {b}", None)
 
     def refuse_gradients(self, why: str) -> None:
-        """For calls that have no gradients."""
+        """Refuses tensors that require grad, for calls that have no gradients."""
         for name, x in self.tensors.items():
             if torch.is_grad_enabled() and x.requires_grad:
                 raise wrong(name, "a tensor that requires grad", f"without gradients, or under torch.no_grad() ({why})")

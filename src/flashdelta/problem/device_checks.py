@@ -169,7 +169,7 @@ def _check_counts(counts: Tensor, lengths: Iterable[int], most: int) -> None:
 def _check_rows(
     problem: StepProblem | CommitProblem, found: Mapping[str, Tensor], lengths: list[int], name_of: NameOf
 ) -> None:
-    """Of `intermediate_states`: no row may be written twice, nor may more tokens be accepted than a row has."""
+    """Checks the rows of `intermediate_states`: no row may be written twice, nor may more tokens be accepted than a row has."""
     prefix = "source" if "source_pool" in found else "state"
     role, slots, given = f"{prefix}_indices", found[f"{prefix}_pool"].shape[0], found.get(f"{prefix}_indices")
     starts = [*range(problem.N)] if given is None else given.tolist()

@@ -723,7 +723,7 @@ NO_GRADIENTS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """What a public function asks of its arguments.
+    """The rules of a public function for its arguments.
 
     `called`: the caller's names of roles, where they differ. `may_write`: the tensors that a call may write, by the caller's
     names; `reads`: those of them that a given call leaves alone. `may_share`: pairs that may lie interleaved in one buffer.
@@ -749,7 +749,7 @@ class Operation:
         return [name for name in self.may_write if name != read and given.get(name) is not None]
 
     def overlaps(self, names: list[str]) -> dict[str, list[str]]:
-        """By tensor that may be written, those of `names` that must not share its memory. Each pair is there once."""
+        """Maps each tensor that may be written to those of `names` that must not share its memory. Each pair is there once."""
         found: dict[str, list[str]] = {}
         for name in self.may_write:
             others = [x for x in names if x != name and {x, name} != {*self.may_share}]

@@ -180,7 +180,7 @@ class CommitTensors(Tensors):
 
 
 class Written(NamedTuple):
-    """What a call writes: places among its tensors; pairs of a place and those whose tensors must not share its memory; and
+    """The writes of a call: places among its tensors; pairs of a place and those whose tensors must not share its memory; and
     what refuses a call where they do, by name."""
 
     places: Sequence[int]
@@ -207,7 +207,7 @@ def inputs_of(operation: str) -> tuple[str, ...]:
 
 
 class Result(NamedTuple):
-    """What a call returns under a name. `zeroed`: kernels leave some of it alone, which must be zero."""
+    """A tensor that a call returns under a name. `zeroed`: kernels leave some of it alone, which must be zero."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -241,7 +241,7 @@ def state_length(t: ConvolutionTensors) -> int:
 
 
 def is_record(states: Tensor | None) -> bool:
-    """Whether `intermediate_states` is a replay buffer, `[rows, 1 + S, HV, record_width]`, and not of states."""
+    """True if `intermediate_states` is a replay buffer, `[rows, 1 + S, HV, record_width]`, and does not hold states."""
     return states is not None and states.dim() == 4
 
 
@@ -270,11 +270,11 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to launch."""
+        """True if there is nothing to launch."""
         return False
 
     def results(self) -> dict[str, Result]:
-        """What the call returns, by name and in order."""
+        """The results of the call, by name and in order."""
         return {}
 
 
@@ -344,7 +344,7 @@ class SequenceProblem(PoolProblem):
 
     @property
     def stores_final_state(self) -> bool:
-        """Whether final states go anywhere: to the caller, or to the pool."""
+        """True if final states go anywhere: to the caller, or to the pool."""
         return self.output_final_state or self.has_pool
 
     @property
@@ -458,7 +458,7 @@ class ChunkProblem(AttentionProblem):
 
     @property
     def relays(self) -> bool:
-        """Whether a forward's states go from the scan of one rank to that of the next."""
+        """True if a forward's states go from the scan of one rank to that of the next."""
         return self.ranks == 2 and self.relay
 
     @property
@@ -469,7 +469,7 @@ class ChunkProblem(AttentionProblem):
 
     @property
     def keeps(self) -> bool:
-        """Whether the forward leaves what its backward pass would compute again."""
+        """True if the forward leaves what its backward pass would compute again."""
         return self.requires_grad and self.disable_recompute
 
     def results(self) -> dict[str, Result]:
@@ -524,7 +524,7 @@ class StepProblem(AttentionProblem):
 
     @property
     def stores_each_state(self) -> bool:
-        """Whether the state after every token goes somewhere, and not only the final one."""
+        """True if the state after every token goes somewhere, and not only the final one."""
         return self.has_intermediate or (self.spec_tokens > 0 and self.update_state)
 
 
@@ -559,7 +559,7 @@ class CommitProblem(PoolProblem):
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """Of results and states: float32, or float64 where tokens are in it."""
+    """The dtype of results and states: float32, or float64 where tokens are in it."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

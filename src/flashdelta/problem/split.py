@@ -24,9 +24,9 @@ MOST_PARTS = (64, 32, 16, 8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """What the planner weighs, in units of 10 ns: a chunk of the recurrence, a chunk of a segment's transition, one step of the
-    chain that composes transitions, and what a split costs at all. `shortest`: chunks a segment has at least. `margin`: percent
-    that a sequence's time must fall by."""
+    """Costs that the planner weighs, in units of 10 ns: a chunk of the recurrence, a chunk of a segment's transition, one step
+    of the chain that composes transitions, and what a split costs at all. `shortest`: chunks a segment has at least. `margin`:
+    percent that a sequence's time must fall by."""
 
     step: int
     transition: int
@@ -96,7 +96,7 @@ def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invar
 
 
 def splits(problem: ChunkProblem) -> bool:
-    """Whether sequences of the call may be split."""
+    """True if sequences of the call may be split."""
     return problem.split > 1 or problem.split == AUTO
 
 
@@ -109,16 +109,16 @@ def planned_parts(problem: ChunkProblem, chunks: torch.Tensor, room: int, costs:
 
 @functools.cache
 def gains(longest: int, together: int, room: int, costs: SplitCosts) -> bool:
-    """Whether a sequence of so many chunks, in a batch of so many, would be split. A shorter sequence gains less, as does
+    """True if a sequence of `longest` chunks, in a batch of `together`, would be split. A shorter sequence gains less, as does
     one in a larger batch."""
     return parts_that_pay(longest, together, room, costs) > 1
 
 
 def known_lengths(offsets: Any, chunk_size: Any, q: Any) -> tuple[int, int] | None:
-    """Of sequences whose offsets the host has: a bound from above on the chunks of the longest, and one from below on those of
-    all; zeros if it has none. Powers of two, so that not every batch is a kind of call of its own. None for offsets that
-    can't be those of tensors like `q`. Any object may be passed: what is no tensor of offsets is for the validation to
-    refuse."""
+    """Bounds the chunks of sequences whose offsets the host has: from above those of the longest, and from below those of all;
+    zeros if it has none. The bounds are powers of two, so that not every batch is a kind of call of its own. Returns None for
+    offsets that can't be those of tensors like `q`. Any object may be passed: what is no tensor of offsets is for the
+    validation to refuse."""
     if torch.compiler.is_compiling() or type(offsets) is not torch.Tensor or offsets.layout is not torch.strided:
         return 0, 0
     if not offsets.is_cpu or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_nested:

@@ -10,8 +10,8 @@ WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": 
 
 
 def is_on(variable: str, default: bool) -> bool:
-    """Whether a switch is on: `default` where it is not set, or empty. A word may have any case; of a strange one it warns
-    once, and takes the default."""
+    """True if a switch is on: `default` where it is not set, or empty. A word may have any case. A strange one gives one
+    warning, and the default."""
     word = os.environ.get(variable)
     return _read(variable, word, default) if word else default
 
@@ -20,6 +20,6 @@ def is_on(variable: str, default: bool) -> bool:
 def _read(variable: str, word: str, default: bool) -> bool:
     found = WORDS.get(word.strip().lower())
     if found is None:
-        warnings.warn(f"{variable}: got {word!r}, wanted one of {', '.join(WORDS)}; it is {default:d}", stacklevel=3)
+        warnings.warn(f"{variable} must be one of {', '.join(WORDS)}; got {word!r}, so it is {default:d}", stacklevel=3)
         return default
     return found

@@ -33,7 +33,7 @@ def compiling_for(device: torch.device) -> Iterator[None]:
 
 
 def capability(device: torch.device) -> int:
-    """As one number, e.g. 90. The interpreter on the CPU takes the oldest supported GPU's tables."""
+    """The compute capability as one number, e.g. 90. The interpreter on the CPU takes the oldest supported GPU's tables."""
     found = _properties(_target.get() if device.type == "meta" else device)
     return 80 if found is None else 10 * found.major + found.minor
 
@@ -62,8 +62,8 @@ NUMBERS = (int, float, type(None))
 
 
 class Prepared(NamedTuple):
-    """What starts a launch, and what that takes but for the stream and addresses: those of tensors, and of what tensor
-    descriptors describe, by their place in the call."""
+    """A launch made ready: what starts it, and what that takes but for the stream and addresses: those of tensors, and of what
+    tensor descriptors describe, by their place in the call."""
 
     act: Callable[..., object]
     call: list
@@ -195,7 +195,7 @@ def with_base(descriptor: Any, base: object) -> Any:
 
 
 class Address:
-    """What a tensor descriptor asks of its tensor."""
+    """An address with what a tensor descriptor asks of its tensor."""
 
     def __init__(self, address: int):
         self.address = address
@@ -222,19 +222,19 @@ def current_stream(device: int) -> int:
 
 
 def hooked() -> bool:
-    """Whether a profiler wants to see launches."""
+    """True if a profiler wants to see launches."""
     hook = knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
 
 
 @functools.cache
 def _specialized(kernel: JITFunction) -> tuple[bool, ...]:
-    """For each parameter whether Triton compiles integers that are 1 or multiples of 16 on their own."""
+    """Tells for each parameter whether Triton compiles integers that are 1 or multiples of 16 on their own."""
     return tuple(not p.do_not_specialize for p in kernel.params)
 
 
 def _specialization(kernel: JITFunction, arguments: tuple) -> list:
-    """What the machine code depends on: types, which arguments are None, alignment of addresses, and of some integers."""
+    """Properties that set the machine code: types, which arguments are None, alignment of addresses, and of some integers."""
     found: list[object] = []
     for x, specialized in zip(arguments, _specialized(kernel)):
         if isinstance(x, int):
@@ -248,5 +248,5 @@ def _specialization(kernel: JITFunction, arguments: tuple) -> list:
 
 
 def strides(*tensors: torch.Tensor) -> list[int]:
-    """Of the batch, the token and the head."""
+    """Strides of the batch, the token and the head."""
     return [s for x in tensors for s in x.stride()[:3]]

@@ -113,7 +113,7 @@ class Workspace:
         return cls(layout, memory.new([sum(sizes(layout))], torch.uint8), beside)
 
     def having(self, others: Mapping[str, Tensor]) -> Workspace:
-        """The same with other tensors of these names."""
+        """A copy with other tensors of these names."""
         found = copy.copy(self)
         found._tensors = {**self._tensors, **others}
         return found

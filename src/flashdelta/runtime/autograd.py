@@ -55,7 +55,7 @@ class Differentiable:
         self.plan: Executable | None = None
 
     def execute(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
-        """Of tensors as the caller passed them. `addresses`: for a plan, whose place in the launch cache this has."""
+        """Runs on tensors as the caller passed them. `addresses`: for a plan, whose place in the launch cache this has."""
         return self.apply(*[tensors[i] for i in self.places])
 
     def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:

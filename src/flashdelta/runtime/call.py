@@ -200,12 +200,12 @@ class Dispatcher:
                 raise wrong(name_of(role), "one that has", f"a tensor without a forward-mode tangent ({why})")
 
     def refuse(self, tensors: Sequence[Tensor | None]) -> None:
-        """Of a call whose tensors overlap: says which."""
+        """Refuses a call whose tensors overlap, and says which."""
         self.operation.check_overlaps(dict(zip(self.tensors, tensors)))
 
 
 def count_writes(tensors: Sequence[Tensor | None], places: Sequence[int]) -> None:
-    """For autograd, which refuses a backward pass of what it saved before: of kernels' writes it knows nothing."""
+    """Counts kernels' writes for autograd, which knows nothing of them: it refuses a backward pass of what it saved before."""
     written = [x for i in places if (x := tensors[i]) is not None]
     if written:
         increment_version(written)

@@ -120,7 +120,7 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def _inspect(tool: str, cubin: bytes, *options: str) -> str:
-    """What one of the tools that Triton carries says about a kernel's machine code."""
+    """Asks one of the tools that Triton carries about a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()

@@ -85,7 +85,7 @@ def packed(x):
 
 @gluon.jit
 def unpacked(x, layout: gl.constexpr):
-    """As float32."""
+    """Unpacks what `packed` gives, as float32."""
     if x.dtype == gl.int32:
         low = (x << 16).to(gl.float32, bitcast=True)
         high = (x & -65536).to(gl.float32, bitcast=True)

@@ -43,7 +43,9 @@ def window_of(window, channel, place_stride, live, W):
     """The `W - 1` inputs of a channel that its window keeps."""
     kept = ()
     for tap in gl.static_range(W - 1):
-        kept = kept + (gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),)  # type: ignore[assignment]
+        kept = kept + (  # type: ignore[assignment]
+            gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),
+        )
     return kept
 
 
@@ -211,7 +213,9 @@ def fused_decode_kernel(
     state_s = ()
     for _ in gl.static_range(TILES):
         # of one memory, copies of tiles would wait for each other
-        state_s = state_s + (gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),)  # type: ignore[assignment]
+        state_s = state_s + (  # type: ignore[assignment]
+            gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),
+        )
     # no load passes a barrier: rows first, then the state, then whether the index is what it was
     barrier()
     copy_tiles(state_s, states, in_tile, guessed, TILES, SIZE)

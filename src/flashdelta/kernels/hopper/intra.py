@@ -141,8 +141,8 @@ def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl
 def all_pairs(
     k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K,
 ):  # fmt: skip
-    """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices, and `by_row_s` the rows'
-    factors."""
+    """Forms the gradients of `bounded_pairs`, exact for any decay. `near_A` and `near_Aqk` hold the whole matrices, and
+    `by_row_s` the rows' factors."""
     row_l: gl.constexpr = gl.SliceLayout(1, acc_l)
     A_s, level_A, Aqk_s, level_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands

@@ -76,7 +76,7 @@ def aligned(x: torch.Tensor, unit: int = 8) -> bool:
 
 
 def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
-    """As the kernels can read them."""
+    """Lays out inputs so that the kernels can read them."""
     t, of_beta = laid_out(t, ("beta",), lambda x: near(x, 1))
     t, others = laid_out(t, (*portable.DENSE, *portable.DENSE_TOO["chunk"]))
     t, of_rows = read(t, portable.ROWS, aligned)
@@ -84,7 +84,7 @@ def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
 
 
 def prepare_wy_inputs(t: WyTensors) -> tuple[WyTensors, list[Launch]]:
-    """As `wy_dqkg` reads them: those that are no rows lie without gaps."""
+    """Lays out inputs as `wy_dqkg` reads them: those that are no rows lie without gaps."""
     t, offsets = laid_out(t, ("cu_seqlens",))
     t, of_rows = read(t, portable.ROWS, aligned)
     t, others = laid_out(t, portable.DENSE_TOO["wy"], lambda x: x.is_contiguous() and aligned(x))
@@ -97,7 +97,7 @@ def tiles(x: torch.Tensor) -> TensorDescriptor:
 
 
 def describe(x: torch.Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
-    """For copies of tiles of this shape by the TMA unit."""
+    """A descriptor for copies of tiles of this shape by the TMA unit."""
     return TensorDescriptor(x, x.shape, x.stride(), tile, tile_layout(tile, x.dtype))
 
 

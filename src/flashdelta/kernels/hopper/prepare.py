@@ -345,8 +345,8 @@ def weighted(high, low, k_s, acc, use_acc: gl.constexpr):
 
 @gluon.jit
 def block_inverses(minus_A, rhs_s, diagonal_s):
-    """For strictly lower `A [64, 64]`, with D the inverses of the diagonal blocks of `I + A` of 16 rows: D on the diagonal
-    and `-D A` below it, as `[4, 2, 8, 64]`. D and -A's other blocks are the right sides of one substitution."""
+    """Inverts the diagonal blocks of 16 rows of `I + A`, for strictly lower `A [64, 64]`. Returns these inverses, D, on the
+    diagonal and `-D A` below it, as `[4, 2, 8, 64]`. D and -A's other blocks are the right sides of one substitution."""
     layout: gl.constexpr = minus_A.type.layout
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]

@@ -351,8 +351,8 @@ def substitute(x, diagonal_s):
 
 @gluon.jit
 def block_inverses(minus_A, square_s):
-    """For strictly lower `A [32, 32]` of both steps, `minus_A [64, 32]`: `[4, 16, 32]`, with D the inverses of the diagonal
-    blocks of `I + A` of 16 rows, D on the diagonal and `n = -D A` below it."""
+    """Inverts the diagonal blocks of 16 rows of `I + A`, for strictly lower `A [32, 32]` of both steps, `minus_A [64, 32]`.
+    Returns `[4, 16, 32]`: these inverses, D, on the diagonal and `n = -D A` below it."""
     left, right = gl.split(minus_A.reshape([64, 2, 16]).permute((0, 2, 1)))
     block = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None] // 16
     square_s.store(left)

@@ -562,7 +562,8 @@ def recurrence(
     v_new: Tensor | None = None,
     steps: bool = False,
 ) -> Launch:
-    """With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after `prepare_steps`."""
+    """The launch of the recurrence. With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after
+    `prepare_steps`."""
     problem, t = call.problem, call.t
     most = ctas(problem.V // TILE, t.v.device)
     overlaps = not steps and overlaps_prepare(call)

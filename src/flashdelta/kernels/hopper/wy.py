@@ -413,7 +413,7 @@ def strides_of(x: WyOperands) -> dict[str, int]:
 
 
 def described(x: WyOperands) -> WyOperands:
-    """With tensor descriptors for what `wy` copies whole tiles of; of `g` it also reads single rows."""
+    """Puts tensor descriptors in place of what `wy` copies whole tiles of. It also reads single rows of `g`."""
     rows = {name: by_token(getattr(x, name)) for name in ("q", "k", "v", "Akk_inv", "v_new", "do", "dv")}
     return replace(x, **rows, h=by_state(x.h), dh=by_state(x.dh))
 

@@ -41,7 +41,7 @@ class Kept:
 
     @property
     def split(self) -> bool:
-        """Whether the scan goes by segments of sequences."""
+        """True if the scan goes by segments of sequences."""
         return not self.unsplit and self.workspace.get("starts") is not None
 
     def segments(self, scanned: Scanned | None) -> list[Tensor | None]:
@@ -151,7 +151,7 @@ def backward(stages: StageSet) -> Plan:
 
 
 def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
-    """In order; `outputs` has what they find once all have been asked for."""
+    """Yields the steps in order; `outputs` has what they find once all have been asked for."""
     problem, t = stages.problem, stages.t
     recomputed: Iterator[Step] = iter(())
     if t.workspace is not None:

@@ -174,7 +174,7 @@ def laid_out(
 
 
 def read(t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> tuple[T, list[Launch]]:
-    """With copies of the tensors that do not fit, those alike by one launch."""
+    """Replaces tensors that do not fit by dense copies, those alike by one launch."""
     alike: dict[tuple, dict[str, Tensor]] = {}
     dense: dict[str, Tensor] = {}
     copies = []

@@ -46,18 +46,18 @@ class StageCall:
 
     @property
     def may_split(self) -> bool:
-        """Whether sequences may be split: the workspace has room for segments."""
+        """True if sequences may be split: the workspace has room for segments."""
         return self.workspace.get("starts") is not None
 
     @property
     def forms_segments(self) -> bool:
-        """Whether sequences may be split, and the forward has not left their segments."""
+        """True if sequences may be split, and the forward has not left their segments."""
         return self.may_split and self.t.segments is None
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a launch is made with, under the kernels' names: `BK` and `BV` are the key and value channels that a CTA holds at a
+    """The options of a launch, under the kernels' names: `BK` and `BV` are the key and value channels that a CTA holds at a
     time, `STAGES` the slices or chunks in flight; `STREAM`: states need not stay in the L2 cache."""
 
     num_warps: int

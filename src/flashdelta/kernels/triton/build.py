@@ -69,7 +69,7 @@ def prefill(problem: ChunkProblem, t: ChunkTensors, arch: int, outputs: Outputs)
 
 
 def prefill_layout(problem: ChunkProblem, values: bool) -> Layout:
-    """That of `chunk_kda`, whose `w` is a result. With `values`, `u` is one too: it takes the place of `Akk_inv`, and
+    """The layout of `chunk_kda`, whose `w` is a result. With `values`, `u` is one too: it takes the place of `Akk_inv`, and
     `output` reads the state before each chunk."""
     tiles = layout(problem)
     if values:

@@ -80,8 +80,8 @@ def roll_one(window, rows, place_stride, live, C, W):
 
 @triton.jit
 def roll(inputs, window, start, count, token_stride, place_stride, live, C, W):
-    """The same of `count` tokens: the last `W - 2` inputs before them, then they. The window began at `start`, and the next
-    one's places begin at `window`."""
+    """Moves the window on by `count` tokens: it gets the last `W - 2` inputs before them, then the tokens. It began at `start`,
+    and the next window's places begin at `window`."""
     mask = everywhere(tl.arange(0, C), live & (count > 0))
     kept = ()
     for place in tl.static_range(W - 2):
@@ -345,8 +345,8 @@ ONE_WAVE = 396
 
 
 def fused_config(problem: FusedProblem, arch: int) -> FusedConfig:
-    """With a thread for each channel, rows of q, k, v and their windows are read once, and it has up to 128 elements of a
-    state. For one token two threads share a channel, in chains half as long; but where states in bfloat16 come in more than
+    """Gives each channel a thread: rows of q, k, v and their windows are read once, and it has up to 128 elements of a
+    state. Two threads share a channel for one token, in chains half as long; but where states in bfloat16 come in more than
     one wave, three CTAs of four warps an SM have more of them in flight."""
     many = problem.T > 1 or problem.packed or problem.N * problem.HV > FEW
     single = problem.T == 1 and not problem.packed

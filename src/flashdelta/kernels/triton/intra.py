@@ -66,7 +66,7 @@ def add_pairs(dq, dk_left, dk_right, dG, pairs, dAqk, dAkk, q, k, beta_k, left, 
 
 @triton.jit
 def zero_partials(partial_A_log, partial_dt_bias, chunk, K):
-    """For a chunk slot without a chunk: `finish` sums over all of them."""
+    """Zeroes the partial sums of a chunk slot without a chunk: `finish` sums over all of them."""
     zeros = tl.zeros([K], tl.float32)
     if partial_A_log is not None:
         tl.store(partial_A_log + chunk * K + tl.arange(0, K), zeros)
@@ -204,7 +204,7 @@ def intra_kernel(
 
 
 def intra_config(problem: ChunkProblem, capability: int) -> Config:
-    """As `wy_config`."""
+    """Chooses as `wy_config` does."""
     return Config(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
 
 

@@ -52,7 +52,7 @@ def output_kernel(
 
 
 def output_config(problem: ChunkProblem, capability: int) -> Config:
-    """As above 131 us; 157 with 32 value channels, whose products are not wgmma's."""
+    """Takes 64 value channels on Hopper, in 131 us; 157 with 32, whose products are not wgmma's."""
     if capability == 90:
         return Config(BK=32, BV=min(64, problem.V), num_warps=4, STAGES=2)
     return Config(BK=32, BV=32, num_warps=2, STAGES=2)

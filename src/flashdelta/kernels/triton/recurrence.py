@@ -243,7 +243,7 @@ def recurrence_kernel(
 
 
 def recurrence_config(problem: ChunkProblem, capability: int) -> Config:
-    """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
+    """Takes as many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
 
     Wider slices and fewer warps than these spill: 16-bit slices of 64 channels need the register operands of wgmma. In float32
     at T4096 H32, K = 128, chunks of 64: 570 us, 688 with slices of 16, 706 with one stage.

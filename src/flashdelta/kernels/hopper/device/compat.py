@@ -33,7 +33,7 @@ _WHOLE = triton.__version__.startswith("3.8.")
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """The same shared memory as another tensor, which may be smaller: then its beginning. `_reinterpret` before Triton 3.9."""
+    """Views shared memory as another tensor; a smaller one is its beginning. Triton before 3.9 has it as `_reinterpret`."""
     if _WHOLE:
         bits = math.prod(_unwrap_shape(shape)) * _unwrap_if_constexpr(dtype).primitive_bitwidth
         parts = math.prod(memory.shape) * memory.dtype.primitive_bitwidth // bits

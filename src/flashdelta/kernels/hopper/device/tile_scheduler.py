@@ -427,7 +427,7 @@ def next_tile(tile):
 
 @gluon.jit
 def dense_chunk_tile(tile, slots, T, HV):
-    """As `chunk_tile`, of sequences of one length: no slot is without a chunk."""
+    """Finds a tile as `chunk_tile` does, for sequences of one length: no slot is without a chunk."""
     slot = tile // HV
     start = slot % slots * C
     return ChunkTile(tile % HV, slot, slot // slots, start, gl.minimum(T - start, C))
