@@ -23,7 +23,7 @@ PACKAGE = (
     *("__init__.py", "backends.py", "kernels", "ops", "parallel", "problem", "program", "reference", "runtime"),
     *("tools/__init__.py", "tools/cases.py", "tools/compile.py"),
 )
-MAKERS = ("cases", "decoding", "fused", "inputs", "layer", "oracle", "prefills", "wy", "__init__")
+MAKERS = ("cases", "decoding", "fused", "inputs", "layer", "oracle", "prefills", "rounding", "wy", "__init__")
 """In `tests/support`, of the calls that kernels are compiled for."""
 SOURCES = (
     *(f"src/flashdelta/{name}" for name in PACKAGE),
