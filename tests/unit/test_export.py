@@ -409,16 +409,6 @@ def test_a_failure_of_cuda_is_told(exported: Export, function: str):
     assert (outcome["status"], outcome["message"]) == wanted
 
 
-def test_threads_load_each_kernel_once_and_keep_their_own_errors(exported: Export):
-    good = [task(op, repeats=100) for op in BAD] * 3
-    bad = [task("prefill_f32", T=-i, repeats=100) for i in range(1, 5)]
-    found = call(exported, good + bad, threads=True)
-    assert found.statuses == ["SUCCESS"] * len(good) + ["ERROR_SIZE"] * len(bad)
-    messages = [""] * len(good) + [f"T: got {-i}" for i in range(1, 5)]
-    assert [one["message"].split(",")[0] for one in found.outcomes] == messages
-    assert found.counts["load"] == 6 and len(found.launches) == 3 * 100 * (3 + 2 + 1)
-
-
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_sanitizers_find_nothing(exported: Export, sanitizer: str, tmp_path: Path):
     """The C files themselves, without CMake, under GCC's sanitizers; the first call of each thread meets the others'."""
