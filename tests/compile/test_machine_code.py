@@ -145,7 +145,6 @@ def violations(entries: list[Entry], recorded: dict[Entry, Costs], compiled: dic
         ([ENTRY, OTHER], {ENTRY: COSTS, OTHER: COSTS}, {ENTRY: COSTS}, []),
         ([RENAMED], {ENTRY: COSTS}, {RENAMED: COSTS}, []),
         ([ENTRY], {ENTRY: COSTS}, {ENTRY: MORE}, [f"{ENTRY}: the record is wrong: registers 128 -> 130"]),
-        ([ENTRY], {ENTRY: MORE}, {ENTRY: COSTS}, [f"{ENTRY}: the record is wrong: registers 130 -> 128"]),
         ([CHANGED], {ENTRY: COSTS}, {CHANGED: COSTS}, [STALE + "the same machine code"]),
         ([CHANGED], {ENTRY: COSTS}, {CHANGED: MORE}, [STALE + "registers 128 -> 130"]),
         ([CHANGED], {ENTRY: COSTS}, {}, [STALE + "not compiled"]),
@@ -153,19 +152,6 @@ def violations(entries: list[Entry], recorded: dict[Entry, Costs], compiled: dic
         ([ENTRY], {ENTRY: COSTS, OTHER: COSTS}, {}, ["sm_90 k_kernel: w: recorded, but no longer made"]),
         ([ENTRY], {ENTRY: LATE}, {ENTRY: LATE}, [f"{ENTRY}: {WRITTEN_LATE}"]),
         ([ENTRY], {ENTRY: LARGE}, {ENTRY: LARGE}, [f"{ENTRY}: {TOO_LARGE}"]),
-    ],
-    ids=[
-        "recorded",
-        "renamed",
-        "more",
-        "fewer",
-        "stale",
-        "stale, more",
-        "stale, left",
-        "missing",
-        "gone",
-        "late",
-        "large",
     ],
 )
 def test_the_gate_fails_when_it_must(entries: list, recorded: dict, compiled: dict, said: list[str]):

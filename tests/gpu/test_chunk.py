@@ -270,15 +270,6 @@ def test_pieces_that_carry_a_float32_state_give_the_same_bits(kind: str, model: 
     assert_same_bits((torch.cat(outputs, dim=1), carried), op(**call))
 
 
-def test_asking_for_a_state_changes_nothing_else(backend: str):
-    call = gpu_call(fd.chunk_kda, KIMI, BF16, backend)
-    want, _ = fd.chunk_kda(**call)
-    o, none = fd.chunk_kda(**call | {"output_final_state": False})
-    assert none is None
-    assert same_bits(o, want)
-    assert same_bits(fd.chunk_kda(**call | {"return_intermediate_states": True})[0], want)
-
-
 # ---- where inputs and `out` lie: slices of wider rows, addresses off a 16-byte boundary ---------------------------
 
 OUTS = {

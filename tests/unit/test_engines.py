@@ -381,7 +381,6 @@ DECODE = "tiny.kernels.decode, tiny.layer.decode"
 CHANGES = {
     "a comment": ("return 3", "return 3  # wide", None),
     "a statement": ("x * scale", "x + scale", DECODE),
-    "a default": ("scale=1.0", "scale=2.0", DECODE),
     "a decorator": ("    def forward", "    @staticmethod\n    def forward", "tiny.layer.Layer.forward"),
     "what a caller passes": ("decode(x, 2.0)", "decode(x, out=x)", "tiny.layer.Layer.forward"),
     "what adapters read": ("return 3", "return 4", "tiny.layer.Config"),
