@@ -3,9 +3,7 @@
     git worktree add build/base REV && python -m benchmarks.compare_revisions build/base --out FILE
 
 Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), and the `first` call
-of a length. GPU rows: microseconds of a call back to back, warm.
-Kernel rows (`--only kernels`): the same of the usual calls of `benchmarks.prefill`, microseconds of each kernel in a call, and
-the errors of both against float64, on the same inputs.
+of a length. GPU rows: microseconds of a call back to back, warm. `benchmarks.prefill --kernels` has the times of each kernel.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from flashdelta.tools.environment import environment
 from tests.support.cases import BF16, Case
 from tests.support.decoding import make_step
 from tests.support.inputs import make_call
-from tests.support.oracle import as_recurrent, chunked_truth
+from tests.support.oracle import as_recurrent
 from tests.support.prefills import prefill_call
 from tests.support.wy import WyCase, make_wy
 
 from . import timing
 from .files import save_json
-from .gate import LEAVES, errors
+from .gate import LEAVES
 from .timing import Timer, peak_above
-from .workloads import PREFILL, UNBOUNDED, decode_row, model
+from .workloads import UNBOUNDED, decode_row, model
 
 OTHER = "flashdelta_base"
 ROUNDS = 20
@@ -68,9 +66,9 @@ def prefill(T: int = 1024, H: int = 4, N: int = 0, options: dict | None = None, 
     return call | ({"state_pool": pool, "state_indices": torch.arange(N, device="cuda").int()} if N else {})
 
 
-def decays(K: int = 128, V: int = 128, gate: str = "none") -> dict:
+def decays(V: int = 128, gate: str = "none") -> dict:
     """Eight sequences; log decays in float32 as they are."""
-    sizes = {"H": 32, "HV": 32, "K": K, "V": V, "lengths": (1024,) * 8}
+    sizes = {"H": 32, "HV": 32, "K": 128, "V": V, "lengths": (1024,) * 8}
     return make_call(Case("decays", "", **sizes, gate=gate, wide_gate=gate == "none", final=False), BF16, "cuda")
 
 
@@ -141,7 +139,6 @@ HOST = {
     "prefill": ("prefill", prefill),
     "prefill, pool": ("prefill", lambda: prefill(N=4)),
     "prefill, index column": ("prefill", lambda: prefill(N=4) | {"state_indices": COLUMN.cuda()[:, 0]}),
-    "prefill, states": ("prefill", lambda: prefill(options={"return_intermediate_states": True})),
     "recurrent": ("recurrent", lambda: as_recurrent(prefill(8, 4))),
     "decode": ("decode", lambda: decode(16)),
     "decode, many": ("decode", lambda: decode(64)),
@@ -149,7 +146,6 @@ HOST = {
     "prefill fp32": ("prefill fp32", float32),
     "wy": ("wy", wy),
     "train": ("train", lambda: trained(prefill())),
-    "train, kept": ("train", lambda: trained(prefill(options=KEPT))),
 }
 
 GPU = {
@@ -160,18 +156,13 @@ GPU = {
     "decode 64": ("decode", lambda: decode(64)),
     "decode 256": ("decode", lambda: decode(256)),
     "decode 128, fp32": ("decode", lambda: decode(128, state="fp32")),
-    "decode 128, K first": ("decode", lambda: decode(128, v_first=False)),
     "decode 32, 3 drafts": ("decode", lambda: decode(32, S=3)),
-    "recurrent 8x64 H32": ("recurrent", lambda: as_recurrent(prefill(512, 32, 8))),
     "prefill fp32 4K H32": ("prefill fp32", lambda: float32(4096, 32)),
     "wy 8K H32": ("wy", lambda: wy(8192, 32)),
-    "wy 8K H32, V first": ("wy", lambda: wy(8192, 32, v_first=True)),
     "prefill 8K H32, fp32 decays": ("prefill", decays),
     "prefill 8K H32, softplus": ("prefill", lambda: prefill(8192, 32, **UNBOUNDED)),
     "prefill 64K H4, checkpoints": ("prefill", checkpointed),
-    "train 8K H32, fp32 decays": ("train", lambda: trained(decays())),
     "train 8K H32 V64, unbounded": ("train", lambda: trained(decays(V=64, gate="logsigmoid"))),
-    "train 8K H32 K64": ("train", lambda: trained(decays(K=64))),
     "train 8K H32, softplus": ("train", lambda: trained(prefill(8192, 32, **UNBOUNDED))),
     "train 8K H32": ("train", lambda: trained(prefill(8192, 32))),
     "train 8K H32, kept": ("train", lambda: trained(prefill(8192, 32, options=KEPT))),
@@ -221,26 +212,6 @@ def gpu_microseconds(timer: Timer, run: Op) -> float:
     return 1e3 * timer.span(run, BACK_TO_BACK) / BACK_TO_BACK
 
 
-def kernel_rows(packages: dict) -> Iterator[dict]:
-    timer = Timer(DEVICE)
-    for row in (row for row in PREFILL if row.usual and row.table != "shards"):
-        call = make_call(row.call, BF16, DEVICE)
-        runs = {which: functools.partial(fd.chunk_kda, **call) for which, fd in packages.items()}
-        truth = chunked_truth(call)
-        off = {which: errors(truth, ("o", "state"), flat(run())) for which, run in runs.items()}
-        del truth
-        turns = in_turns(runs, functools.partial(gpu_microseconds, timer))
-        kernels = {which: kernel_microseconds(run, timer) for which, run in runs.items()}
-        yield {"row": row.name, **turns, "kernels": kernels, "errors": off}
-        del call, runs
-        torch.cuda.empty_cache()
-
-
-def kernel_microseconds(run: Op, timer: Timer) -> dict[str, float]:
-    found = timing.kernel_times(timing.profiled(lambda: timer.span(run, BACK_TO_BACK)), BACK_TO_BACK)
-    return {kernel["kernel"]: round(1e3 * kernel["ms"], 2) for kernel in found}
-
-
 def gpu_rows(packages: dict) -> Iterator[dict]:
     timer = Timer(DEVICE)
     for name, (kind, make) in GPU.items():
@@ -264,9 +235,8 @@ def gpu_rows(packages: dict) -> Iterator[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="the other revision's files")
-    parser.add_argument("--base-commit", help="of files without a history of their own")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", choices=("host", "gpu", "kernels"))
+    parser.add_argument("--only", choices=("host", "gpu"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         other_package(options.base, Path(folder))
@@ -274,20 +244,19 @@ def main() -> None:
         packages = {"ours": importlib.import_module("flashdelta"), "base": importlib.import_module(OTHER)}
         torch.manual_seed(0)
         rows = []
-        kinds = {"host": host_rows, "gpu": gpu_rows, "kernels": kernel_rows}
-        for kind in [options.only] if options.only else ("host", "gpu"):
+        kinds = {"host": host_rows, "gpu": gpu_rows}
+        for kind in [options.only] if options.only else kinds:
             for row in kinds[kind](packages):
                 rows.append(row)
                 print(line(row), flush=True)
                 if options.out:
-                    base = {"base": options.base_commit or commit_of(options.base)}
+                    base = {"base": commit_of(options.base)}
                     save_json({"about": environment(DEVICE) | base, "rows": rows}, options.out)
 
 
 def line(row: dict) -> str:
     extra = "" if "same_bits" not in row else f"  bits {'same' if row['same_bits'] else 'DIFFER'}"
     extra += "" if "peak_ours" not in row else f"  peak {row['peak_ours'] - row['peak_base']:+d} B"
-    extra += "".join(f"  {which} {kernels}" for which, kernels in row.get("kernels", {}).items())
     return f"{row['row']:<30}{row['ours']:>10.2f}{row['base']:>10.2f}{row['ratio']:>8.4f}{extra}"
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from flashdelta.problem.errors import wrong
-from flashdelta.tools.files import UNFINISHED, strict
+from flashdelta.tools.files import UNFINISHED, to_json
 
 
 @contextlib.contextmanager
@@ -34,21 +33,6 @@ def require_writable(name: str, path: Path) -> None:
         NamedTemporaryFile(prefix=UNFINISHED, dir=path.parent).close()
     except OSError as error:
         raise wrong(name, path, f"a file that can be written ({error.strerror})") from error
-
-
-def to_json(document: object) -> str:
-    """Strict JSON, a line per key, and per element of a list: NaN and infinities become "nan", "inf" and "-inf"."""
-    document = strict(document)
-    if not isinstance(document, dict):
-        return json.dumps(document, allow_nan=False)
-    lines = []
-    for key, x in document.items():
-        if isinstance(x, list) and x:
-            elements = ",\n".join("  " + json.dumps(element, allow_nan=False) for element in x)
-            lines.append(f" {json.dumps(key)}: [\n{elements}\n ]")
-        else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(x, allow_nan=False)}")
-    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def save_json(document: dict, path: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,8 +261,7 @@ def select(rows: Sequence[Row], texts: Sequence[str]) -> list[Row]:
     for text in texts:
         found = {text} & {*names} or {name for name in names if text in name}
         if not found:
-            near = difflib.get_close_matches(text, names, n=5, cutoff=0.0)
-            raise ValueError(f"no row {text!r}; the nearest are: {'; '.join(near)}")
+            raise ValueError(f"no row {text!r}; --list shows the rows")
         picked |= found
     return [row for row in rows if row.name in picked]
 

@@ -8,7 +8,6 @@ import ctypes
 import importlib.util
 import json
 import sys
-import threading
 
 MOST_PARAMETERS = 96
 COUNTS = ("load", "graph", "set", "destroy")
@@ -52,7 +51,7 @@ def main() -> None:
     outcomes = [None] * len(task["calls"])
 
     def call(i: int) -> None:
-        """Repeats one call; its last status and message, which are the thread's own."""
+        """Repeats one call; its last status and message."""
         wanted = task["calls"][i]
         kind = bindings.DecodeArgs if "decode" in wanted["op"] else bindings.PrefillArgs
         args = None if wanted["args"] is None else laid_out(kind(**wanted["args"]), wanted.get("struct_size"))
@@ -70,15 +69,8 @@ def main() -> None:
         names = sorted(bindings.STATUS[status] for status in statuses)
         outcomes[i] = {"status": ", ".join(names), "message": message, "bytes": found.value}
 
-    if task["threads"]:
-        threads = [threading.Thread(target=call, args=(i,)) for i in range(len(outcomes))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    else:
-        for i in range(len(outcomes)):
-            call(i)
+    for i in range(len(outcomes)):
+        call(i)
     launches, counts = [], dict.fromkeys(COUNTS, 0)
     if hasattr(driver, "fake_launch_count"):
         count = ctypes.c_int.in_dll(driver, "fake_launch_count").value

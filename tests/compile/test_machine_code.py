@@ -16,10 +16,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.workloads import DECODE, PREFILL, TRAIN, Row
 from flashdelta.kernels.hopper.decode import DECODE_AT_ONCE
 from flashdelta.kernels.shared.products import rounded_product, summand
-from flashdelta.ops.chunk import chunk_kda
 from flashdelta.ops.decode import recurrent_kda
 from flashdelta.problem.problem import ChunkTensors
 from flashdelta.program import launch as program
@@ -29,12 +27,11 @@ from flashdelta.runtime.call import check
 from flashdelta.tools.compile import compile_launch, compiled, late_operands, machine_code, only_launches
 
 from ..full import FULL
-from ..support.decoding import BY_NAME, Step, make_step
-from ..support.inputs import meta_call, on_meta
+from ..support.decoding import BY_NAME, make_step
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
 from .toolchains import ROOT, Toolchain, toolchains
-from .variants import ARCHITECTURES, BUILD, VARIANTS, backward_of, fingerprint, unequal_sums
+from .variants import ARCHITECTURES, BUILD, VARIANTS, fingerprint, unequal_sums
 
 SAMPLE, MOST = 2, 24
 """Entries of each Triton that are compiled though their fingerprint is recorded, others at every commit. Few, as they take 5 to
@@ -78,35 +75,6 @@ def test_machine_code_is_as_recorded(toolchain: str, tmp_path: Path):
     compiled = chain.compile(entries, wanted, environment=cache, expected=comparison.before)
     wrong = records.violations(comparison, compiled)
     assert not wrong, "if this is meant: make record, then read what make gate lists\n" + "\n".join(wrong)
-
-
-ARCH = 90
-HOT = ("T8192 H64", "packed 6 uneven H64", "T8192 H96", "packed 6 uneven H96", "T8192 H64 softplus", "T32768 H4")
-BENCHMARKED = [
-    *((row, "hopper") for row in (*PREFILL, *TRAIN, *DECODE) if row.name in (*HOT, "B1 T8192 H32", "N128 H32 bf16")),
-    *((row, "triton") for row in (*PREFILL, *DECODE) if row.name in (HOT[0], "N128 H32 fp32")),
-]
-"""Rows of the benchmarks and backends: whole work tiles and stream-K, no bound, a split, the backward pass, decoding."""
-
-
-def benchmarked(row: Row, backend: str) -> list[Launch]:
-    if isinstance(row.call, Step):
-        step = replace(row.call, indices=(0,) * row.call.B)
-        problem, t = check(recurrent_kda, **on_meta(make_step(step, torch.bfloat16)))
-    else:
-        problem, t = check(chunk_kda, **meta_call(row.call))
-        problem, t = backward_of(problem, t) if row.table == "train" else (problem, t)
-    return [*BUILD[backend](problem, t, ARCH).launches]
-
-
-@pytest.mark.slow
-def test_what_the_benchmarks_launch_is_recorded():
-    if triton.__version__ not in records.recorded_tritons():
-        pytest.skip(f"Triton {triton.__version__} is not recorded")
-    known = {entry.fingerprint for entry in records.read(triton.__version__)}
-    launched = [(row, launch) for row, backend in BENCHMARKED for launch in benchmarked(row, backend)]
-    missing = [f"{row.name}: {x.kernel.__name__}" for row, x in launched if fingerprint(x, ARCH) not in known]
-    assert not missing
 
 
 def test_launches_are_as_recorded():
@@ -178,7 +146,6 @@ def violations(entries: list[Entry], recorded: dict[Entry, Costs], compiled: dic
         ([ENTRY, OTHER], {ENTRY: COSTS, OTHER: COSTS}, {ENTRY: COSTS}, []),
         ([RENAMED], {ENTRY: COSTS}, {RENAMED: COSTS}, []),
         ([ENTRY], {ENTRY: COSTS}, {ENTRY: MORE}, [f"{ENTRY}: the record is wrong: registers 128 -> 130"]),
-        ([ENTRY], {ENTRY: MORE}, {ENTRY: COSTS}, [f"{ENTRY}: the record is wrong: registers 130 -> 128"]),
         ([CHANGED], {ENTRY: COSTS}, {CHANGED: COSTS}, [STALE + "the same machine code"]),
         ([CHANGED], {ENTRY: COSTS}, {CHANGED: MORE}, [STALE + "registers 128 -> 130"]),
         ([CHANGED], {ENTRY: COSTS}, {}, [STALE + "not compiled"]),
@@ -186,19 +153,6 @@ def violations(entries: list[Entry], recorded: dict[Entry, Costs], compiled: dic
         ([ENTRY], {ENTRY: COSTS, OTHER: COSTS}, {}, ["sm_90 k_kernel: w: recorded, but no longer made"]),
         ([ENTRY], {ENTRY: LATE}, {ENTRY: LATE}, [f"{ENTRY}: {WRITTEN_LATE}"]),
         ([ENTRY], {ENTRY: LARGE}, {ENTRY: LARGE}, [f"{ENTRY}: {TOO_LARGE}"]),
-    ],
-    ids=[
-        "recorded",
-        "renamed",
-        "more",
-        "fewer",
-        "stale",
-        "stale, more",
-        "stale, left",
-        "missing",
-        "gone",
-        "late",
-        "large",
     ],
 )
 def test_the_gate_fails_when_it_must(entries: list, recorded: dict, compiled: dict, said: list[str]):

@@ -1,4 +1,4 @@
-"""The interpreter's numbers are the GPU's, and accesses outside of tensors are told; `test_broken_kernels` has what else is."""
+"""The interpreter's numbers are the GPU's, and accesses outside of tensors are told; `tests/mutants.py` has what else is."""
 
 from __future__ import annotations
 

@@ -252,13 +252,6 @@ def test_a_batch_rows_bits_are_its_own(model: Case, op, backend: str):
     assert_same_bits(op(**picked), [x[rows] for x in op(**call)])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_no_state_and_zeros_give_the_same_bits(packed: bool, op, backend: str):
-    call = gpu_call(op, replace(KIMI, lengths=UNEVEN if packed else None), BF16, backend)
-    zeros = torch.zeros(len(UNEVEN) if packed else 1, 4, 128, 128, device="cuda")
-    assert_same_bits(op(**call), op(**call, initial_state=zeros))
-
-
 PIECES = {
     "chunks": (fd.chunk_kda, {"T": 330}, (0, 128, 192, 330)),
     "tokens": (fd.fused_recurrent_kda, {"B": 4, "T": 8}, range(9)),
@@ -275,15 +268,6 @@ def test_pieces_that_carry_a_float32_state_give_the_same_bits(kind: str, model: 
         part, carried = op(**narrow(call, start, stop), initial_state=carried)
         outputs.append(part)
     assert_same_bits((torch.cat(outputs, dim=1), carried), op(**call))
-
-
-def test_asking_for_a_state_changes_nothing_else(backend: str):
-    call = gpu_call(fd.chunk_kda, KIMI, BF16, backend)
-    want, _ = fd.chunk_kda(**call)
-    o, none = fd.chunk_kda(**call | {"output_final_state": False})
-    assert none is None
-    assert same_bits(o, want)
-    assert same_bits(fd.chunk_kda(**call | {"return_intermediate_states": True})[0], want)
 
 
 # ---- where inputs and `out` lie: slices of wider rows, addresses off a 16-byte boundary ---------------------------

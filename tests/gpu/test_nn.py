@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flashdelta.nn import KimiDeltaAttention, import_weights
-from flashdelta.tools.cli.batching import Batch, make_requests, serve
-from flashdelta.tools.cli.demo import load_demo_model
 
 from ..support.layers import check_joining, check_packed, check_pool, make_layer, rows
 from ..support.oracle import assert_close, relative_error
@@ -103,19 +101,3 @@ def test_compiled_and_checkpointed_training_is_eager_training():
     assert all(torch.equal(a, b) for a, b in zip(again, want))
     for found, wanted in zip(gradients(lambda x: compiled(x)[0]), want):
         assert_close("gradient", found, wanted.double(), 3e-2)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_requests_join_and_leave_through_one_graph(temperature: float):
-    """Each gets what it gets alone, and what a batch without graphs writes."""
-    requests = make_requests(7, 60, 0, None)
-    texts = []
-    for captures in (False, True):
-        model = load_demo_model(torch.device("cuda"), torch.bfloat16, "auto")
-        batch = Batch(model, 3, 60, temperature)
-        serve(batch, requests[:1])
-        if captures:
-            batch.capture()
-        texts.append(serve(batch, requests)[0])
-        assert texts[-1] == [serve(batch, [request])[0][0] for request in requests]
-    assert texts[0] == texts[1]

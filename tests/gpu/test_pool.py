@@ -168,17 +168,6 @@ def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
             op(**call)
 
 
-@pytest.mark.long
-def test_warmup_compiles_all_that_calls_with_buffers_need(backend: str):
-    base = [replace(x, case=replace(x.case, **SMALL, HV=8), states=FP32, final=FP32) for x in BUFFER_MODELS[:2]]
-    calls = [gpu_pool_call(fd.chunk_kda, x, BF16, backend) for x in base]
-    options = {"initial_state": (True,), "checkpoint_states": (True,)}
-    fd.warmup(fd.chunk_kda, [(64, 128)], **WARMED, backend=backend, **options)
-    with nothing_compiles():
-        for call in calls:
-            fd.chunk_kda(**call | {"split": "auto"})
-
-
 @pytest.mark.usefixtures("much_memory")
 def test_more_than_2_31_elements_in_a_pool(op, backend: str):
     """The last slots lie past element 2^31; they give the bits that they give in a small pool."""

@@ -67,7 +67,6 @@ CHECKS = {
         f"packed bits, {x.name}": partial(test_chunk.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS
     },
     "bits of rows": partial(test_chunk.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
-    "no state": partial(test_chunk.test_no_state_and_zeros_give_the_same_bits, True, CHUNK),
     "pieces": partial(test_chunk.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),
     **{
         f"{bad} in {name}": partial(test_chunk.test_nan_stays_in_its_sequence, bad, name, CHUNK)

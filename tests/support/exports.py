@@ -104,7 +104,7 @@ class Called:
         return [outcome["status"] for outcome in self.outcomes]
 
 
-def call(found: Export, calls: list[dict], *, driver: Path | None = None, threads: bool = False, **settings) -> Called:
+def call(found: Export, calls: list[dict], *, driver: Path | None = None, **settings) -> Called:
     """Makes the calls (dicts of `op`, `args` and more) beside the stand-in, or another `driver`, whose variables are set
     first."""
     task = {
@@ -113,7 +113,6 @@ def call(found: Export, calls: list[dict], *, driver: Path | None = None, thread
         "bindings": str(found.bindings),
         "settings": {f"fake_{name}": value for name, value in settings.items()},
         "calls": calls,
-        "threads": threads,
     }
     return Called(**json.loads(run(sys.executable, HERE / "calls.py", input=json.dumps(task))))
 

@@ -116,7 +116,6 @@ MORE = {
     "final": ("bounded", {"final_state": zeros(1, 2, 32, 64)}),
     "buffer": ("bounded", BUFFER | marks([16], [2])),
     "regular": ("bounded", BUFFER | {"checkpoint_every": 64}),
-    "three in a buffer": ("bounded", THREE | BUFFER | marks([16, 0, 16], [0, 9, -1])),
     "packed in a buffer": ("bounded", REGULAR),
     "offsets": ("bounded", THREE),
     "host offsets": ("packed", {"cu_seqlens_cpu": offsets(0, 17, 17, 81, 82, 147)}),
@@ -372,7 +371,6 @@ REFUSED = {
         *each(initial_state=[None], mixed_qkv=(zeros(3, 383), zeros(3, 256), zeros(3, 448, dtype=torch.bfloat16))),
         bad(initial_state=zeros(8, 4, 64, 48), mixed_qkv=lambda c: c["mixed_qkv"].new_zeros(3, 448), g=zeros(3, 192)),
     ],
-    (DECODE, "mixed_spec"): [bad(mixed_qkv=lambda c: c["mixed_qkv"][:5])],
     (COMMIT, "plain"): [
         bad(num_accepted_tokens=None), bad(backend="hopper"),
         bad("intermediate_states", initial_state=zeros(6, 2, 8, 3)),
@@ -430,10 +428,6 @@ REFUSED_ON_REQUEST = {
         bad("checkpoint_indices", **marks((16, 0, 16), (3, 0, 3))),
         *(bad("checkpoint_offsets", **marks((offset, 0, 0), (3, 0, 0))) for offset in (24, -16, 32)),
         bad("checkpoint_offsets", **marks(((0, 0), (0, 0), (32, 16)), ((0, 0), (0, 0), (3, -1)))),
-    ],
-    (CHUNK, "three in a buffer"): [
-        *(bad("checkpoint_indices", **marks(*x)) for x in (((16, 0, 0), (9, 0, 0)), ((16, 0, 16), (3, 0, 3)))),
-        *(bad("checkpoint_offsets", **marks((offset, 0, 0), (3, 0, 0))) for offset in (24, 32)),
     ],
     (CHUNK, "packed in a buffer"): [bad(checkpoint_states=zeros(2, 2, 32, 64))],
     (DECODE, "plain"): each(ssm_state_indices=[offsets(1, 8, 0), offsets(1, 2, 1)]),

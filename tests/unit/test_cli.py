@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from flashdelta.backends import ReferenceBackend
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from flashdelta.tools.cli import demo
 from flashdelta.tools.cli.app import app
-from flashdelta.tools.cli.demo import DemoResult
 from flashdelta.tools.cli.verify import CASES, run_verify
 from flashdelta.tools.files import whole_folder
 
@@ -100,20 +97,6 @@ def test_doctor_and_verify_tell_the_wrong_backend_from_the_right_one(wrong_backe
         (wrong_backend, status),
         ("reference", "passed"),
     }
-
-
-def test_demo_hands_its_options_on_prints_the_text_and_fails_with_its_check(monkeypatch):
-    asked, rates = {}, {"prefill_tokens_per_s": 12345.6, "decode_tokens_per_s": 789.0, "agreement_error": 1.5e-6}
-    model = {"backend": "reference", "device": "cpu", "dtype": "float32", "parameters": 700_000}
-    found = DemoResult(prompt="A [function] ", continuation="returns [/red].", checked=True, **rates, **model)
-    monkeypatch.setattr(demo, "run_demo", lambda **options: asked.update(options) or found)
-    result = run("demo", "--prompt", "A", "--tokens", "5", "--temperature", "0", "--seed", "3", "--device", "cpu")
-    assert result.exit_code == 0
-    assert asked == {"prompt": "A", "tokens": 5, "temperature": 0.0, "seed": 3, "backend": "auto", "device": "cpu"}
-    for expected in ("A [function] returns [/red].", "12,346 tokens/s", "789 tokens/s", "check passed", "1.5e-06"):
-        assert expected in result.stdout
-    monkeypatch.setattr(demo, "run_demo", lambda **options: replace(found, checked=False))
-    assert run("demo", "--json").exit_code == 1
 
 
 KNOWN = f"must be one of {', '.join(['auto', *(backend.name for backend in backends.BACKENDS)])}; got 'cuda'"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -57,35 +54,3 @@ sys.meta_path.insert(0, Finder())
 def test_ctrl_c_while_modules_are_imported(name: str):
     done = command("verify", "--device", "cpu", before=IN_AN_IMPORT.format(name=name))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{INTERRUPTED}\n")
-
-
-def runs(group: int) -> bool:
-    """Whether any process of the group does."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("seconds", [0.3, 6.0], ids=["processes start", "kernels compile"])
-def test_ctrl_c_ends_an_export_at_once(seconds: float, tmp_path: Path):
-    """As a terminal does it: all processes are told."""
-    line = ("export", "--out", str(tmp_path / "out"), "--arch", "sm_90", "--jobs", "2")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, *line], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    assert process.stderr.readline().startswith("compiling 34 kernels")
-    time.sleep(seconds)
-    began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=300)
-    assert (process.returncode, said) == (130, f"{INTERRUPTED}\n")
-    assert time.monotonic() - began < 60  # a few seconds on a machine of its own
-    assert not (tmp_path / "out").exists()
-    while runs(process.pid):  # multiprocessing's own helpers end soon after
-        assert time.monotonic() - began < 90
-        time.sleep(0.1)

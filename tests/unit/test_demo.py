@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pydoc_data.topics import topics
 
 import pytest
 import torch
-from rich.console import Console
 
 from flashdelta.nn import KdaLanguageModel
 from flashdelta.nn.lm import decode, encode
-from flashdelta.tools.cli.batching import NULL, Batch, Request, run_batch, serve, show
+from flashdelta.tools.cli.batching import NULL, Batch, Request, run_batch, serve
 from flashdelta.tools.cli.demo import TOLERANCE, DemoResult, load_demo_model, run_demo
 
 PROMPT = "The value of an object can be changed when "
@@ -78,14 +76,6 @@ def test_requests_get_greedily_what_the_model_writes(model: KdaLanguageModel):
     assert batch.slot.eq(NULL).all()
 
 
-def test_a_sampled_text_is_the_one_of_the_request_alone(model: KdaLanguageModel):
-    batch = Batch(model, 2, 12, temperature=0.7)
-    texts, *_ = serve(batch, REQUESTS)
-    assert texts == [serve(batch, [request])[0][0] for request in REQUESTS]
-    other = [Request(x.prompt, x.tokens, x.seed + 50, x.arrival) for x in REQUESTS]
-    assert serve(batch, other)[0] != texts
-
-
 @pytest.mark.parametrize("fault", ["slot", "window", "noise"])
 def test_rows_that_are_not_their_own_are_found(monkeypatch: pytest.MonkeyPatch, fault: str):
     """The demo's check can fail."""
@@ -104,9 +94,3 @@ def test_rows_that_are_not_their_own_are_found(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(Batch, "_step", mixed_up)
     assert not run_batch(requests=3, slots=3, tokens=24, seed=0, backend="reference", device="cpu").checked
-
-
-def test_one_request_is_one(capsys: pytest.CaptureFixture):
-    result = run_batch(requests=1, slots=1, tokens=2, backend="reference", device="cpu")
-    show(asdict(result), Console(width=200))
-    assert "1 request in " in (said := capsys.readouterr().out) and "up to 1 of 1 slot at a time" in said

@@ -21,7 +21,7 @@ from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations import engine as engine_module
 from flashdelta.integrations.engine import Engine, first_rows
 from flashdelta.integrations.patches import Patches
-from flashdelta.integrations.seams import Patch, Replacement, main
+from flashdelta.integrations.seams import Patch, Replacement
 
 from ..support.cases import BF16, FP32
 from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang
@@ -381,7 +381,6 @@ DECODE = "tiny.kernels.decode, tiny.layer.decode"
 CHANGES = {
     "a comment": ("return 3", "return 3  # wide", None),
     "a statement": ("x * scale", "x + scale", DECODE),
-    "a default": ("scale=1.0", "scale=2.0", DECODE),
     "a decorator": ("    def forward", "    @staticmethod\n    def forward", "tiny.layer.Layer.forward"),
     "what a caller passes": ("decode(x, 2.0)", "decode(x, out=x)", "tiny.layer.Layer.forward"),
     "what adapters read": ("return 3", "return 4", "tiny.layer.Config"),
@@ -418,15 +417,6 @@ def is_refused(engine: Engine, what: str) -> None:
         engine.enable()
     assert not engine.enabled and engine.status().state == "unknown version"
     assert re.search(what.partition(".*")[2] or what, engine.status().reason)
-
-
-def test_digests_are_printed(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    """Of an unpacked version, so that it can be added."""
-    write(tmp_path)
-    monkeypatch.setattr(_vllm, "ENGINE", engine)
-    main("vllm", str(tmp_path))
-    lines = [x.split() for x in capsys.readouterr().out.splitlines()]
-    assert lines == [[x.digests.split()[-1], x.path] for x in engine.patches if x.digests]
 
 
 # ---- kernels of a layer -----------------------------------------------------------------------------------------------------

@@ -40,13 +40,6 @@ def test_layout(kernel: Path):
             assert f"{name}::" not in text and f"torch.ops.{name}." not in text, file
 
 
-def test_other_folders_are_left_alone(tmp_path: Path):
-    (tmp_path / "README.md").write_text("mine")
-    refused = subprocess.run([sys.executable, HUB, tmp_path], capture_output=True, text=True)
-    assert refused.returncode == 1 and "must be new, empty" in refused.stderr
-    assert [x.name for x in tmp_path.iterdir()] == ["README.md"] and (tmp_path / "README.md").read_text() == "mine"
-
-
 BESIDE = """
 import importlib.util, sys
 from pathlib import Path
