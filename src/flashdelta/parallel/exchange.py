@@ -338,11 +338,11 @@ class SharedMemory:
         if capturing(self.device):
             raise wrong("cp_context", "a capture before any call of the group", BEFORE_CAPTURE)
 
-        def told(*numbers: int) -> list[tuple[int, ...]]:
+        def gathered(*numbers: int) -> list[tuple[int, ...]]:
             return [*zip(*gather_numbers(numbers, name, self.ranks, self.device))]
 
         gpu = _gpu(self.device.index)
-        hosts, gpus = told(_host(), gpu)
+        hosts, gpus = gathered(_host(), gpu)
         for r in range(self.ranks):
             if hosts[r] != hosts[0]:
                 return f"rank {r} is on another host than rank 0"
@@ -351,7 +351,7 @@ class SharedMemory:
         seen = {_gpu(i): i for i in range(torch.cuda.device_count())}
         # of GPUs that this process does not see the trial will tell
         far = [r for r in range(self.ranks) if gpus[r] != gpu and gpus[r] in seen and not self._reaches(seen[gpus[r]])]
-        (unreached,) = told(far[0] if far else -1)
+        (unreached,) = gathered(far[0] if far else -1)
         for r in range(self.ranks):
             if unreached[r] >= 0:
                 return f"rank {r}'s GPU does not reach rank {unreached[r]}'s"
@@ -361,7 +361,7 @@ class SharedMemory:
             self._grow(LEAST_ROOM)
         except Exception as error:
             why = str(error).partition("\n")[0]
-        (failed,) = told(why != "")
+        (failed,) = gathered(why != "")
         if any(failed):
             return f"no symmetric memory on rank {failed.index(1)}" + (f": {why}" if why else "")
         return None

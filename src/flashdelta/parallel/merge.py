@@ -38,14 +38,14 @@ def carried_states(
         # a backward pass reads the M of the ranks after this one
         goes_back = problem.requires_grad or problem.operation.endswith(BACKWARD)
         to = ALL if goes_back and problem.ranks > 2 else LATER
-        told = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
+        sent = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
         if problem.relays and problem.rank == 0:
             call = replace(call, packet=packet)
-            after.append(told)
+            after.append(sent)
         else:
             if problem.rank < problem.ranks - 1:
                 before.append(transition(call, packet))
-            before.append(told)
+            before.append(sent)
     if problem.rank == 0 and not problem.has_pool:
         return before, call, after  # nothing comes from a rank before
     states = t.memory.new(problem.state_shape, torch.float32)
@@ -92,21 +92,21 @@ def carried_gradients(
     """Yields the steps that find the gradients `grads` of the final states, those of later ranks included. `call.t.dht`: the
     caller's own. `meanwhile`: steps that take none of them, and run before they are waited for."""
     problem, t = call.problem, call.t
-    told = send_gradients(problem, t.memory)
+    sent = send_gradients(problem, t.memory)
     if problem.rank == 0:
         # nothing comes from a rank before, and a captured graph waits for the others where it sends
         yield from meanwhile
-        yield told
+        yield sent
     else:
         ends = t.cu_seqlens
         if ends is not None:
             assert t.border is not None
             ends = t.border[OPENED:]
         alone = replace(problem, N=problem.packets, has_initial_state=True)
-        yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, told.packet)
-        yield replace(told, act=send)
+        yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, sent.packet)
+        yield replace(sent, act=send)
         yield from meanwhile
-        yield replace(told, act=receive)
+        yield replace(sent, act=receive)
     given = replace(problem, has_initial_state=t.dht is not None)
     call = replace(call, problem=given, t=replace(t, initial_state=t.dht))
-    yield merge(call, packets, told.packets, grads)
+    yield merge(call, packets, sent.packets, grads)

@@ -245,9 +245,9 @@ def is_record(states: Tensor | None) -> bool:
     return states is not None and states.dim() == 4
 
 
-def told(by: Callable[[Any], Any]) -> Any:
-    """A field that the tensors tell. The others are settings."""
-    return field(metadata={"told": by})
+def derived(by: Callable[[Any], Any]) -> Any:
+    """A field that is derived from the tensors. The others are settings."""
+    return field(metadata={"derived": by})
 
 
 def settings_of(family: type[Problem]) -> dict[str, str]:
@@ -264,9 +264,9 @@ class Problem:
     """A call, validated. `dtype`: of its tokens; `output_dtype`: of `o`, which `out` may have in float32."""
 
     operation: str
-    dtype: torch.dtype = told(lambda t: t.primary.dtype)
-    output_dtype: torch.dtype = told(lambda t: t.primary.dtype if t.out is None else t.out.dtype)
-    requires_grad: bool = told(requires_grad)
+    dtype: torch.dtype = derived(lambda t: t.primary.dtype)
+    output_dtype: torch.dtype = derived(lambda t: t.primary.dtype if t.out is None else t.out.dtype)
+    requires_grad: bool = derived(requires_grad)
 
     @property
     def is_empty(self) -> bool:
@@ -284,9 +284,9 @@ class NormProblem(Problem):
 
     activation: str
     eps: float
-    output_dtype: torch.dtype = told(lambda t: t.z.dtype)
-    shape: tuple[int, ...] = told(lambda t: tuple(t.x.shape))
-    V: int = told(lambda t: t.x.shape[-1])
+    output_dtype: torch.dtype = derived(lambda t: t.z.dtype)
+    shape: tuple[int, ...] = derived(lambda t: tuple(t.x.shape))
+    V: int = derived(lambda t: t.x.shape[-1])
 
     @property
     def is_empty(self) -> bool:
@@ -302,9 +302,9 @@ class PoolProblem(Problem):
     0, or 0 too. `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both."""
 
     null_index: str = "negative"
-    N: int = told(number_of_sequences)
-    state_dtype: torch.dtype = told(state_dtype)
-    pool_slots: int = told(lambda t: 0 if t.state_pool is None else t.state_pool.shape[0])
+    N: int = derived(number_of_sequences)
+    state_dtype: torch.dtype = derived(state_dtype)
+    pool_slots: int = derived(lambda t: 0 if t.state_pool is None else t.state_pool.shape[0])
 
     @property
     def lowest_index(self) -> int:
@@ -324,14 +324,16 @@ class SequenceProblem(PoolProblem):
 
     output_final_state: bool = False
     checkpoint_every: int = 0
-    B: int = told(lambda t: t.primary.shape[0])
-    T: int = told(lambda t: t.primary.shape[1])
-    packed: bool = told(lambda t: t.cu_seqlens is not None)
-    final_dtype: torch.dtype = told(lambda t: state_dtype(t) if t.final_state is None else t.final_state.dtype)
-    has_initial_state: bool = told(lambda t: t.initial_state is not None)
-    has_pool: bool = told(lambda t: t.state_pool is not None)
-    checkpoints: int = told(lambda t: 0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1])
-    checkpoint_rows: int | None = told(lambda t: None if t.checkpoint_states is None else t.checkpoint_states.shape[0])
+    B: int = derived(lambda t: t.primary.shape[0])
+    T: int = derived(lambda t: t.primary.shape[1])
+    packed: bool = derived(lambda t: t.cu_seqlens is not None)
+    final_dtype: torch.dtype = derived(lambda t: state_dtype(t) if t.final_state is None else t.final_state.dtype)
+    has_initial_state: bool = derived(lambda t: t.initial_state is not None)
+    has_pool: bool = derived(lambda t: t.state_pool is not None)
+    checkpoints: int = derived(lambda t: 0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1])
+    checkpoint_rows: int | None = derived(
+        lambda t: None if t.checkpoint_states is None else t.checkpoint_states.shape[0]
+    )
 
     @property
     def is_empty(self) -> bool:
@@ -358,9 +360,9 @@ class ConvolutionProblem(SequenceProblem):
     """`D` channels, `taps` of the filters, and `state_length` inputs that a state holds."""
 
     activation: str = "none"
-    D: int = told(lambda t: t.x.shape[2])
-    taps: int = told(lambda t: t.weight.shape[-1])
-    state_length: int = told(state_length)
+    D: int = derived(lambda t: t.x.shape[2])
+    taps: int = derived(lambda t: t.weight.shape[-1])
+    state_length: int = derived(state_length)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -389,14 +391,14 @@ class AttentionProblem(SequenceProblem):
     beta_kind: str = "value"
     l2norm: bool = False
     state_v_first: bool = False
-    H: int = told(lambda t: t.q.shape[2])
-    HV: int = told(lambda t: t.v.shape[2])
-    K: int = told(lambda t: t.q.shape[3])
-    V: int = told(lambda t: t.v.shape[3])
-    g_dtype: torch.dtype = told(lambda t: t.g.dtype)
-    beta_dtype: torch.dtype = told(lambda t: t.beta.dtype)
-    has_A_log: bool = told(lambda t: t.A_log is not None)
-    has_dt_bias: bool = told(lambda t: t.dt_bias is not None)
+    H: int = derived(lambda t: t.q.shape[2])
+    HV: int = derived(lambda t: t.v.shape[2])
+    K: int = derived(lambda t: t.q.shape[3])
+    V: int = derived(lambda t: t.v.shape[3])
+    g_dtype: torch.dtype = derived(lambda t: t.g.dtype)
+    beta_dtype: torch.dtype = derived(lambda t: t.beta.dtype)
+    has_A_log: bool = derived(lambda t: t.A_log is not None)
+    has_dt_bias: bool = derived(lambda t: t.dt_bias is not None)
 
     @property
     def group(self) -> int:
@@ -490,10 +492,10 @@ class ChunkProblem(AttentionProblem):
 class WyProblem(ChunkProblem):
     """`rows`: chunks that `h` and `dh` hold of a batch row, whose dtypes are `state_dtype` and `state_grad_dtype`."""
 
-    state_dtype: torch.dtype = told(lambda t: t.h.dtype)
-    state_grad_dtype: torch.dtype = told(lambda t: t.dh.dtype)
-    A_dtype: torch.dtype = told(lambda t: t.A.dtype)
-    rows: int = told(lambda t: t.h.shape[1])
+    state_dtype: torch.dtype = derived(lambda t: t.h.dtype)
+    state_grad_dtype: torch.dtype = derived(lambda t: t.dh.dtype)
+    A_dtype: torch.dtype = derived(lambda t: t.A.dtype)
+    rows: int = derived(lambda t: t.h.shape[1])
 
     def results(self) -> dict[str, Result]:
         tokens, wide = (self.B, self.T, self.HV), wider(self.dtype)
@@ -512,9 +514,9 @@ class StepProblem(AttentionProblem):
 
     spec_tokens: int = 0
     update_state: bool = True
-    has_intermediate: bool = told(lambda t: t.intermediate_states is not None)
-    has_records: bool = told(lambda t: is_record(t.intermediate_states))
-    rows: int = told(lambda t: 0 if t.intermediate_states is None else t.intermediate_states.shape[0])
+    has_intermediate: bool = derived(lambda t: t.intermediate_states is not None)
+    has_records: bool = derived(lambda t: is_record(t.intermediate_states))
+    rows: int = derived(lambda t: 0 if t.intermediate_states is None else t.intermediate_states.shape[0])
 
     @property
     def most_tokens(self) -> int:
@@ -533,7 +535,7 @@ class FusedProblem(StepProblem):
     """A step of the layer: `taps` of the convolution, `eps` of the norm."""
 
     eps: float
-    taps: int = told(lambda t: t.weight.shape[-1])
+    taps: int = derived(lambda t: t.weight.shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,9 +546,9 @@ class CommitProblem(PoolProblem):
     state_v_first: bool
     K: int
     V: int
-    HV: int = told(lambda t: t.state_pool.shape[1])
-    has_records: bool = told(lambda t: is_record(t.intermediate_states))
-    rows: int = told(lambda t: t.intermediate_states.shape[0])
+    HV: int = derived(lambda t: t.state_pool.shape[1])
+    has_records: bool = derived(lambda t: is_record(t.intermediate_states))
+    rows: int = derived(lambda t: t.intermediate_states.shape[0])
 
     @property
     def is_empty(self) -> bool:
@@ -584,10 +586,10 @@ P = TypeVar("P", bound=Problem)
 FAMILIES: tuple[type[Problem], ...] = (
     *(NormProblem, ConvolutionProblem, ChunkProblem, WyProblem, StepProblem, FusedProblem, CommitProblem),
 )
-TOLD = {family: {f.name: f.metadata["told"] for f in fields(family) if f.metadata} for family in FAMILIES}
+DERIVED = {family: {f.name: f.metadata["derived"] for f in fields(family) if f.metadata} for family in FAMILIES}
 """How each family's tensors tell the fields that are no settings."""
 
 
 def problem_of(family: type[P], t: Tensors, **settings: Any) -> P:
     """The problem of tensors already validated."""
-    return family(**settings, **{name: tell(t) for name, tell in TOLD[family].items()})
+    return family(**settings, **{name: derive(t) for name, derive in DERIVED[family].items()})

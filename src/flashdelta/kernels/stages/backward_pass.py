@@ -30,7 +30,7 @@ from .wy import Parts, WyOperands
 class Kept:
     """Tensors that the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
     dtype `Akk_inv` (`StageSet.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
-    also what they told each other, `packets` (`merge.py`). `unsplit`: ignore segments; scan this rank's tokens as one."""
+    also what they sent each other, `packets` (`merge.py`). `unsplit`: ignore segments; scan this rank's tokens as one."""
 
     workspace: Workspace
     Akk_inv: Tensor
@@ -106,11 +106,11 @@ class StageSet:
     def scan(self, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Step]:
         """The forward's launches that leave what is kept, without `o` no more than that."""
         call = StageCall(self.problem, self.t, self.arch, kept.workspace)
-        prepared, carried, told = self.prepare(call, kept.Akk_inv), list[Step](), list[Step]()
+        prepared, carried, stored = self.prepare(call, kept.Akk_inv), list[Step](), list[Step]()
         if self.problem.ranks > 1:
-            carried, call, told = carried_states(call, self.outgoing, kept.packets)
+            carried, call, stored = carried_states(call, self.outgoing, kept.packets)
         split = self.before_segments(call, final_state)
-        return [prepared, *carried, *split, self.recurrence(call, o, final_state, kept.h, kept.v_new), *told]
+        return [prepared, *carried, *split, self.recurrence(call, o, final_state, kept.h, kept.v_new), *stored]
 
     def kept(self, tensors: Mapping[str, Tensor] | None = None) -> Kept:
         """Takes what the forward kept, by name; without it, makes room for it."""
@@ -169,21 +169,21 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
     if problem.has_initial_state:
         dh0 = outputs["initial_state"] = t.memory.new(problem.state_shape, problem.state_dtype)
     dht = t.dht if problem.output_final_state else None
-    told = None
+    sent = None
     if problem.ranks == 2 and problem.rank == 1:
         # nothing comes from a rank after, and what goes to the one before is what `reverse` ends with
-        told = send_gradients(problem, t.memory)
+        sent = send_gradients(problem, t.memory)
     elif problem.ranks > 1:
         dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
-    if told is None or (kept.split and not stages.segments):
+    if sent is None or (kept.split and not stages.segments):
         yield from recomputed
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)
     scanned = Scanned(*(t.memory.new(x.shape, x.dtype) for x in (kept.h, kept.v_new)))
-    packet = None if told is None else told.packet
+    packet = None if sent is None else sent.packet
     yield stages.reverse(problem, t, stages.arch, kept, scanned, dht, dh0, packet)
-    if told is not None:
-        yield told
+    if sent is not None:
+        yield sent
         yield from recomputed
     if problem.ranks > 1 and dh0 is not None:
         yield clear(problem, t, dh0)
