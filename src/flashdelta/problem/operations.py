@@ -727,6 +727,7 @@ class Operation:
 
     `called`: the caller's names of roles, where they differ. `may_write`: the tensors that a call may write, by the caller's
     names; `reads`: those of them that a given call leaves alone. `may_share`: pairs that may lie interleaved in one buffer.
+    `rows`: the argument whose rows hold q, k and v, where they are not passed.
     """
 
     name: str
@@ -735,6 +736,7 @@ class Operation:
     called: Mapping[str, str] = field(default_factory=dict)
     reads: Callable[[Arguments], str | None] = lambda c: None
     may_share: tuple[str, str] = ("", "")
+    rows: str = ""
 
     @property
     def no_gradients(self) -> str | None:
@@ -796,6 +798,7 @@ DECODE = Operation(
     DECODE_NAMES,
     reads=lambda c: None if c.update_state else "initial_state",
     may_share=("initial_state", "initial_state_source"),
+    rows="mixed_qkv",
 )
 COMMIT = Operation(
     "commit",
@@ -815,6 +818,7 @@ FUSED_DECODE = Operation(
     FUSED_NAMES,
     reads=lambda c: None if c.intermediate_states is None else "state",
     may_share=("conv_state", "state"),
+    rows="x",
 )
 
 BY_NAME = {
