@@ -19,7 +19,6 @@ from triton.runtime import driver
 from flashdelta.kernels.hopper.decode import DECODE_AT_ONCE
 from flashdelta.kernels.shared.products import rounded_product, summand
 from flashdelta.ops.decode import recurrent_kda
-from flashdelta.problem.problem import ChunkTensors
 from flashdelta.program import launch as program
 from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import in_slots
@@ -28,6 +27,7 @@ from flashdelta.tools.compile import compile_launch, compiled, late_operands, ma
 
 from ..full import FULL
 from ..support.decoding import BY_NAME, make_step
+from ..support.inputs import tensors_of
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
 from .toolchains import ROOT, Toolchain, toolchains
@@ -317,8 +317,7 @@ def test_a_plan_compiles_the_same(offset: int, monkeypatch: pytest.MonkeyPatch):
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
     monkeypatch.setattr(program, "current_device", lambda: OTHER_GPU)
-    given = {"q": torch.zeros(1025)[offset:][:1024], "k": torch.zeros(1024)}
-    t = in_slots(ChunkTensors(**dict.fromkeys((*"vg", "beta")) | given))
+    t = in_slots(tensors_of(q=torch.zeros(1025)[offset:][:1024], k=torch.zeros(1024)))
     ours, recorded = (sample_launch(arguments=(x, t.k, 1024), constants={"SIZE": 1024}) for x in (t.q, t.k))
     monkeypatch.setattr(driver, "_active", gpu)
     kernels = [ours.compiled(), ours.compiled()]

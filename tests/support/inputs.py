@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flashdelta.problem.problem import ChunkTensors
 from flashdelta.tools import cases as verified
 
 from .cases import Case
@@ -279,3 +280,8 @@ def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
     for name in {"A_log", "dt_bias"} & call.keys():
         call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" else 1))
     return call
+
+
+def tensors_of(**tensors: Tensor) -> ChunkTensors:
+    """The tensors of a chunk call by role, of which only these are there: for plans of launches on their own."""
+    return ChunkTensors(**dict.fromkeys((*"qkvg", "beta")) | tensors)

@@ -27,7 +27,7 @@ from ..support.decoding import BY_NAME as STEPS
 from ..support.decoding import make_step
 from ..support.decoding_checks import commit_call
 from ..support.fused import FUSED_BY_NAME, make_fused
-from ..support.inputs import make_call
+from ..support.inputs import make_call, tensors_of
 from ..support.pools import PLAIN_POOLS, pool_call
 from ..support.prefills import PLAIN, prefill_call
 from .conftest import Started
@@ -37,12 +37,8 @@ def launch(name: str, *arguments: object, ctas: int = 3, **constants) -> Launch:
     return Launch(name, ctas, arguments, constants, num_warps=4)
 
 
-def call_of(**tensors: Tensor) -> ChunkTensors:
-    return ChunkTensors(**dict.fromkeys((*"qkvg", "beta")) | tensors)
-
-
 def slots(**tensors: Tensor) -> ChunkTensors:
-    return in_slots(call_of(**tensors))
+    return in_slots(tensors_of(**tensors))
 
 
 def plan_of(t: ChunkTensors, *launches: Launch, **outputs: Tensor) -> Plan:
@@ -69,7 +65,7 @@ def test_arguments_are_found_again(started: Started):
 def test_tensors_may_be_views_of_what_a_caller_passes(started: Started):
     """Of one tensor, and in another order than by role."""
     rows, x = torch.zeros(3, 12), torch.zeros(4)
-    given = call_of(q=x, k=rows[:, 4:], v=rows[1:, 2:])
+    given = tensors_of(q=x, k=rows[:, 4:], v=rows[1:, 2:])
     t = in_slots(given)
     plan = plan_of(t, launch("a", t.q[1:], t.k, t.v[:, 1:]))
     plan.bind(given, (None, rows, x), [2, 1, 1])
