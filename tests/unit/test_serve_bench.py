@@ -42,3 +42,18 @@ def test_the_layer_in_float64_is_the_recurrence(bound: float | None):
     o, _ = fd.fused_recurrent_kda(q, k, v, exact["g"], exact["beta"], **gate)
     o = fd.gated_rms_norm(o, exact["z"], layer.o_norm.weight.double(), eps=1e-5)[0]
     torch.testing.assert_close(agree.exact(layer, rows, heads=1), o, rtol=1e-9, atol=1e-9)
+
+
+def test_gains_are_ratios_of_neighbours():
+    import times
+
+    pairs = {"step of 1": [(2.0, 1.0), (4.0, 2.0), (3.0, 3.0)], "tokens/s": [(10.0, 30.0)]}
+    samples = [
+        {"scenario": "k3", "row": row, "wave": wave, "off": off, "on": on}
+        for wave in range(3)
+        for row, x in pairs.items()
+        for off, on in x
+    ]
+    step, rate = times.summary(samples)
+    assert step["on"]["gain"] == 2.0 and rate["on"]["gain"] == 3.0 and step["on"]["processes"] == 3
+    assert "| k3 | step of 1, ms | 3 | 2 | 2.00 (2.00 to 2.00) |" in times.table([step, rate])
