@@ -143,7 +143,8 @@ def good_call(op: Callable, start: str) -> dict:
         call = make_convolution(CONVOLUTION_BY_NAME["state" if start == "out" else start])
         return call | {"out": zeros(*call["x"].shape), "final_state": zeros(2, 24, 3)} if start == "out" else call
     if op is fd.fused_kda_decode:
-        return make_fused(FUSED_BY_NAME[start])
+        call = make_fused(FUSED_BY_NAME["bias" if start == "output" else start])
+        return call | {"output": zeros(call["x"].shape[0], 1, *call["state"].shape[1:3])} if start == "output" else call
     case, more = MORE.get(start, (start, {}))
     call = make_call(replace(CASES[case], h=False, final=False)) | copy.deepcopy(more)
     return call if op is fd.chunk_kda else as_recurrent(call)
@@ -184,6 +185,8 @@ TENSORS: dict[str, Callable[[Tensor], object]] = {
     "type": lambda x: [1.0],
     "layout": lambda x: x.to_sparse(),
     "overlap": overlapping,
+    "negative": torch._neg_view,
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device),
     "spread": lambda x: torch.stack([x, x], dim=-1)[..., 0],
     "grad": lambda x: x.detach().clone().requires_grad_(),
 }
@@ -207,12 +210,12 @@ STARTS: dict[Callable, tuple[str, ...]] = {
     fd.chunk_kda: ("plain", "state", "packed", "checkpoint", "flags", "final", "buffer", "out", "host offsets"),
     fd.fused_recurrent_kda: ("plain", "state", "packed", "flags", "final", "out"),
     fd.recurrent_kda: ("plain", "packed", "spec", "verify", "source", "mixed", "output"),
-    fd.commit: ("plain", "records"),
+    fd.commit: ("records", "plain"),
     fd.kda_prefill: ("plain",),
     wy: ("plain", "packed"),
     fd.gated_rms_norm: ("heads",),
     fd.short_convolution: ("bias", "packed", "pool_flags", "marks", "out"),
-    fd.fused_kda_decode: ("bias", "spec", "packed", "replay"),
+    fd.fused_kda_decode: ("bias", "spec", "packed", "replay", "output"),
 }
 """Good calls that have every tensor among them."""
 
@@ -239,8 +242,8 @@ def tensor_axes() -> Iterator[Refusal]:
 
 def applies(op: Callable, call: dict, name: str, way: str, written: bool) -> bool:
     x = call[name]
-    if way == "overlap":
-        return written and (op, name) != (fd.commit, "intermediate_states")
+    if way in ("overlap", "negative", "zeros"):
+        return written
     if way == "spread":  # windows of convolutions may lie at any strides
         return (written and x.dim() > 3 and op is not fd.commit) or op is fd.kda_prefill
     if way == "grad":

@@ -112,9 +112,11 @@ def check_dense(name: str, x: Tensor, dims: int) -> None:
 
 
 def check_writable(name: str, x: Tensor) -> None:
-    """Refuses a tensor to be written whose elements overlap."""
+    """Refuses a tensor to be written whose elements overlap, or whose memory does not hold its numbers."""
     if not torch.compiler.is_compiling() and x.is_neg():
         raise wrong(name, "a view with the negative bit", "a tensor without the negative bit (call `resolve_neg()`)")
+    if not torch.compiler.is_compiling() and x._is_zerotensor() and x.numel() > 0:
+        raise wrong(name, "known zeros, which have none", "a tensor with memory of its own")
     span, strides = 1, ascending([(stride, size) for size, stride in zip(x.shape, x.stride()) if size > 1])
     for stride, size in strides if x.numel() > 0 else ():
         if stride < span:
