@@ -7,14 +7,25 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+import flashdelta as fd
 from flashdelta.kernels.stages.copy import strided_copy
+from flashdelta.runtime.call import CALLS
 
 from ..support import replay_checks as checks
-from ..support.layouts import LAYOUTS, fresh, rotated, tensors_of
-from ..support.oracle import float64, poisoned_memory
-from ..support.replay_checks import check_loss, check_ranks, check_row, check_slices, on_rank, results_of
+from ..support.layouts import LAYOUTS, fresh, lay, refused, rotated, tensors_of
+from ..support.oracle import poisoned_memory
+from ..support.replay_checks import (
+    check_loss,
+    check_ranks,
+    check_row,
+    check_slices,
+    check_stale,
+    on_rank,
+    results_of,
+    truth_of,
+)
 from ..support.replays import Replays, replaying
-from ..support.rows import BY_NAME, HOPPER, PAIRS, Row
+from ..support.rows import BY_NAME, HOPPER, PAIRS, ROWS, Row, draft_and_commit
 from ..support.virtual import on_ranks
 from .interpreter import hopper_on_cpu, run
 
@@ -56,6 +67,27 @@ def test_every_tensor(row: Row, backend: str, turn: int, replays: Replays):
     check_row(row, backend, rotated(row, turn), replays)
 
 
+def test_rows_have_every_tensor_of_every_operation():
+    ops = {draft_and_commit: (fd.recurrent_kda, fd.commit)}
+    had = {(op, name) for row in ROWS for op in ops.get(row.op, (row.op,)) for name in tensors_of(row)}
+    left = {name for op, call in CALLS.items() for name in call.tensors if (op, name) not in had}
+    assert left == {"cu_seqlens_cpu", "border"}  # on the host, and of ranks
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_refused_layouts(row: Row):
+    for name in tensors_of(row):
+        for layout in refused(row, name):
+            call = row.make(0)
+            with pytest.raises(ValueError, match=rf"^{name} must be [^;]+; got strides"):
+                row.op(**call | {name: lay(call[name], layout), "backend": "reference"})
+
+
+@pytest.mark.parametrize(("row", "backend"), [(row, row.backends[-1]) for row in ROWS], ids=str)
+def test_a_stale_tensor_is_seen(row: Row, backend: str, replays: Replays):
+    check_stale(row, backend)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_in_every_layout(layout: str, replays: Replays):
     row = BY_NAME["chunk backward"]
@@ -85,7 +117,7 @@ def test_one_tensor_for_two_inputs(recorded: bool, replays: Replays):
     for seed, same in enumerate((recorded, not recorded, recorded, recorded)):
         call = fresh(row, seed)
         call |= {"k": call["q"]} if same else {}
-        want = results_of(row, float64(call) | {"backend": "reference"}, {}, seed)
+        want = truth_of(row, call, {}, seed)
         checks.hold(results_of(row, call | {"backend": "hopper"}, {}, seed), want)
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-
-from flashdelta.runtime.call import CALLS as PUBLIC
-from flashdelta.runtime.call import check
 
 from .rows import Row
 
@@ -51,41 +47,54 @@ def without_repeats(x: Tensor) -> Tensor:
 
 
 REPEATS = ("expanded", "stride 0 in the last dimension", "stride 0")
-"""Layouts that give elements the same number, which indices must not have."""
+"""Layouts that give elements the same number, which neither indices nor what is written may have."""
+
+GAPS = ("transposed", "every second", "padded rows")
+"""Layouts that are not dense inside a slot."""
+
+POOLS = dict.fromkeys(("initial_state", "initial_state_source", "state"), (*REPEATS[1:], *GAPS))
+STATES = dict.fromkeys(("state_pool", "checkpoint_states", "intermediate_states"), GAPS)
+ROWS_OF_TOKENS = dict.fromkeys(("out", "output"), GAPS[:2])
+CALL = STATES | ROWS_OF_TOKENS | {"final_state": (*GAPS, "padded")}
+STEP = POOLS | STATES | ROWS_OF_TOKENS
+REFUSED = {
+    "chunk_kda": CALL,
+    "fused_recurrent_kda": CALL,
+    "recurrent_kda": STEP,
+    "draft_and_commit": STEP,
+    "fused_kda_decode": STEP,
+    "short_convolution": ROWS_OF_TOKENS,
+    "kda_prefill": dict.fromkeys(("q", "k", "v", "g", "beta"), (*REPEATS, *GAPS)),
+}
+"""Layouts that an operation refuses, by tensor."""
 
 GRADIENTS = ("gradient of o", "gradient of the state")
 
 
 def fresh(row: Row, seed: int, device: str = "cpu") -> dict:
-    """The row's call with other numbers, of the same signs and no larger: what is an index stays."""
-    call, source = row.make(), torch.Generator().manual_seed(zlib.crc32(row.name.encode()) + seed)
+    """The row's call with other numbers. Sequences have each other's slots, flags, counts and lengths."""
+    call = row.make(seed)
     for name, x in call.items():
-        if isinstance(x, Tensor):
-            if x.is_floating_point() and name not in row.tied:
-                x = (x * (0.5 + 0.5 * torch.rand(x.shape, generator=source))).to(x.dtype)
-            call[name] = x.to(device)
+        if name == "cu_seqlens":
+            x = torch.nn.functional.pad(x.diff().roll(seed).cumsum(0), (1, 0)).to(x.dtype)
+        elif isinstance(x, Tensor) and not x.is_floating_point():
+            x = x.roll(seed)
+        call[name] = x.to(device) if isinstance(x, Tensor) else x
     return call
 
 
+def refused(row: Row, name: str) -> set[str]:
+    """Layouts in which the operation does not take this tensor."""
+    return {*REFUSED.get(row.op.__name__, {}).get(name, ()), *(REPEATS if name in row.writes else ())}
+
+
 def takes(row: Row, call: dict, name: str, layout: str) -> bool:
-    """Whether the operation's validation takes this tensor so."""
-    if name in GRADIENTS:
-        return True
-    x = call[name]
-    if layout in REPEATS and (not x.is_floating_point() or name in row.writes):
-        return False
-    if row.op not in PUBLIC:
-        return name not in row.writes or layout == "padded"
-    try:
-        check(row.op, **call | {name: lay(x, layout)})
-    except ValueError:
-        return False
-    return True
+    return layout not in refused(row, name) and (layout not in REPEATS or call[name].is_floating_point())
 
 
 def tensors_of(row: Row) -> list[str]:
     """Names of the call's tensors, and of the gradients that come in."""
-    names = [name for name, x in row.make().items() if isinstance(x, Tensor)]
+    names = [name for name, x in row.make(0).items() if isinstance(x, Tensor)]
     if not row.leaves:
         return names
     return [*names, *(GRADIENTS if "initial_state" in row.leaves else GRADIENTS[:1])]
@@ -115,14 +124,13 @@ def drawn(row: Row, seed: int) -> dict[str, str]:
 
 def in_one_row(call: dict, names: Sequence[str], rows: int, shared: bool) -> dict:
     """The call with these tensors as slices of rows, in this order: of one buffer, or of one like it each."""
-    flat = {name: call[name].reshape(rows, -1) for name in names}
+    flat = {name: call[name].reshape(rows, -1).contiguous().view(torch.uint8) for name in names}
     width = sum(x.shape[1] for x in flat.values())
     buffer, begin, found = None, 0, {}
     for name, x in flat.items():
         if buffer is None or not shared:
-            buffer = x.new_full((rows, width), torch.nan)
-        shape, own = call[name].shape, buffer[:, begin : begin + x.shape[1]]
-        own.copy_(x)
+            buffer = x.new_full((rows, width), 255)  # NaN
+        shape, own = call[name].shape, buffer[:, begin : begin + x.shape[1]].copy_(x).view(call[name].dtype)
         leading = next(i for i in range(1, len(shape) + 1) if shape[:i].numel() == rows)
         found[name] = own.unflatten(1, shape[leading:]).unflatten(0, shape[:leading])
         begin += x.shape[1]

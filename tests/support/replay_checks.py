@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
+from flashdelta.problem.problem import is_record
+from flashdelta.program.plan import Plan
 
 from .layouts import GRADIENTS, fresh, in_one_row, laid_out, lay
 from .oracle import float64, poisoned_memory, relative_error
@@ -21,9 +24,9 @@ from .ranks import Cut, Found, incoming_of
 from .replays import Replays
 from .rows import BY_NAME, LEAVES, PACKED, Row, chunk
 
-TOLERANCE, OF_GRADIENTS = 0.03, 0.2
-"""In bfloat16, against float64: numbers of another call are wrong by their own size, and memory that nobody wrote is NaN. Of
-gradients, which cancel in sums, those of `A_log` have the most."""
+TOLERANCES = {"gradient of A_log": 0.2, "gradient of beta": 0.05, "gradient of k": 0.05, "gradient": 0.02, "": 8e-3}
+"""Relative errors in bfloat16, against float64, by how names begin: twice those of the interpreters, but of results, which have
+up to 0.006. Gradients are sums whose terms cancel. `check_stale` shows that calls differ by more."""
 
 
 def results_of(row: Row, call: dict, layouts: dict[str, str], seed: int) -> dict[str, Tensor]:
@@ -40,15 +43,25 @@ def results_of(row: Row, call: dict, layouts: dict[str, str], seed: int) -> dict
             incoming.append(lay(grad, layouts.get(name, "contiguous")))
         grads = torch.autograd.grad(results[: len(incoming)], [call[name] for name in row.leaves], incoming)
         named |= {f"gradient of {name}": x for name, x in zip(row.leaves, grads)}
-    return named | {name: call[name] for name in row.writes if name not in row.tied}
+    # of records, which are NaN where nobody wrote, the decays: only the product of what follows them is determined
+    return named | {name: x[..., :64].nan_to_num(-1.0) if is_record(x := call[name]) else x for name in row.writes}
+
+
+def truth_of(row: Row, call: dict, layouts: dict[str, str], seed: int) -> dict[str, Tensor]:
+    """In float64, which a prefill does not take."""
+    exact = call if row.op is fd.kda_prefill else float64(call)
+    return results_of(row, exact | {"backend": "reference"}, layouts, seed)
+
+
+def wrong_of(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """What differs from the truth, and its error."""
+    errors = {name: relative_error(found[name].cpu(), x.cpu()) for name, x in want.items()}
+    limits = {name: next(TOLERANCES[x] for x in TOLERANCES if name.startswith(x)) for name in want}
+    return {name: x for name, x in errors.items() if not x <= limits[name]}
 
 
 def hold(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """Against the truth."""
-    errors = {name: relative_error(found[name].cpu(), x.cpu()) for name, x in want.items()}
-    wrong = {
-        name: x for name, x in errors.items() if not x <= (OF_GRADIENTS if name.startswith("gradient") else TOLERANCE)
-    }
+    wrong = wrong_of(found, want)
     assert not wrong, wrong
 
 
@@ -59,8 +72,7 @@ def check_row(
     first = list[str]()
     for seed in range(calls):
         call = laid_out(row, fresh(row, seed, device), layouts)
-        exact = float64(call) if row.op.__name__ != "kda_prefill" else call
-        want = results_of(row, exact | {"backend": "reference"}, layouts, seed)
+        want = truth_of(row, call, layouts, seed)
         replays.clear()
         with poisoned_memory():
             found = results_of(row, call | {"backend": backend}, layouts, seed)
@@ -72,16 +84,45 @@ def check_row(
         hold(found, want)
 
 
+def check_stale(row: Row, backend: str, device: str = "cpu") -> None:
+    """A replay is wrong with the first call's address of any one tensor that its launches take."""
+    execute, first, broken = Plan.execute, dict[Plan, list[int]](), (Plan.__new__(Plan), 0)
+    alive = []
+
+    def execute_broken(plan: Plan, tensors: Sequence[Tensor | None], addresses: object = None) -> dict[str, Tensor]:
+        alive.append(tensors)
+        now = [0 if x is None else x.data_ptr() for x in tensors]
+        before = first.setdefault(plan, now.copy())
+        if plan is broken[0]:
+            now[broken[1]] = before[broken[1]]
+        return execute(plan, tensors, now)
+
+    def call_again(seed: int) -> dict[str, Tensor]:
+        return results_of(row, fresh(row, seed, device) | {"backend": backend}, {}, seed)
+
+    with mock.patch.object(Plan, "execute", execute_broken):
+        call_again(0)
+        for seed, plan in enumerate([*first], 1):  # of other numbers than an earlier plan's, which may have gone astray
+            taken = {at for step in plan.steps or () for x in (step.places, step.described) for _, at, _ in x}
+            roles = {at: role for role, (at, _) in zip(plan.memory.roles, plan.sources) if at in taken}
+            want, unseen = truth_of(row, fresh(row, seed, device), {}, seed), set(roles.values())
+            for at, role in roles.items():
+                broken = plan, at
+                if wrong_of(call_again(seed), want):
+                    unseen.discard(role)
+            assert roles and not unseen, unseen
+
+
 # ---- memory that inputs share -------------------------------------------------------------------------------------------
 
 SLICES = {
-    "decode mixed": (3, [*itertools.permutations(("mixed_qkv", "g", "beta"))]),
-    "fused": (3, [*itertools.permutations(("x", "raw_g", "output_gate"))]),
-    "chunk backward": (70, [("q", "k", "v", "g", "beta"), ("g", "v", "k", "q", "beta"), ("beta", "v", "q", "g", "k")]),
+    "decode mixed": [*itertools.permutations(("mixed_qkv", "g", "beta"))],
+    "fused": [*itertools.permutations(("x", "raw_g", "output_gate")), ("conv_state", "state"), ("state", "conv_state")],
+    "chunk backward": [("q", "k", "v", "g", "beta"), ("beta", "g", "v", "k", "q")],
 }
-"""Of rows, and in which orders."""
+"""Of rows, and in which orders: of any two tensors either comes first."""
 
-SLICED = [(name, b, order) for name, (_, orders) in SLICES.items() for b in BY_NAME[name].backends for order in orders]
+SLICED = [(name, b, order) for name, orders in SLICES.items() for b in BY_NAME[name].backends for order in orders]
 
 
 def check_slices(
@@ -89,8 +130,10 @@ def check_slices(
 ) -> None:
     row = BY_NAME[name]
     for seed in range(3):
-        call = in_one_row(fresh(row, seed, device), order, SLICES[name][0], shared=recorded == (seed == 0))
-        want = results_of(row, float64(call) | {"backend": "reference"}, {}, seed)
+        call = fresh(row, seed, device)
+        rows = next(n for n in call[order[0]].shape if n > 1)
+        call = in_one_row(call, order, rows, shared=recorded == (seed == 0))
+        want = truth_of(row, call, {}, seed)
         replays.clear()
         hold(results_of(row, call | {"backend": backend}, {}, seed), want)
         assert bool(replays.anew) == (seed == 0)
@@ -185,8 +228,9 @@ class Expanded(Cut):
 def cuts(ranks: int, device: str = "cpu") -> list[Cut]:
     """Calls in a row of one context's offsets."""
     row, found = Row("ranks", fd.chunk_kda, chunk(replace(PACKED, lengths=(60, 0, 132)))), []
+    offsets = row.make(0)["cu_seqlens"].to(device)
     for seed in range(3):
-        call = fresh(row, seed, device) | {"output_final_state": True}
+        call = fresh(row, seed, device) | {"cu_seqlens": offsets, "output_final_state": True}
         do, dht = incoming_of(call, seed)
         found.append(Expanded(call, ranks, (do, lay(dht, REPEATED))))
     return found
@@ -202,4 +246,5 @@ def check_ranks(found: Sequence[list[Found]]) -> None:
     for i, cut in enumerate(cuts(len(found))):
         exact = Cut(float64(cut.call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
         joined = cut.joined([of_rank[i] for of_rank in found])
-        hold(*({f"gradient of {name}": x for name, x in y.items()} for y in (joined, exact)))
+        results = ("o", "final_state")
+        hold(*({x if x in results else f"gradient of {x}": y[x] for x in y} for y in (joined, exact)))

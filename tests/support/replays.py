@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashdelta.backends import TritonBackend
+from flashdelta.backends import HopperBackend, TritonBackend
+from flashdelta.parallel.exchange import Exchange
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch, on_cpu
 from flashdelta.program.plan import Plan
@@ -28,6 +31,28 @@ class Replays:
     def clear(self) -> None:
         self.anew.clear()
         self.repeated.clear()
+
+
+class Computes(TorchDispatchMode):
+    """Fails where PyTorch computes something, and does not just allocate or view."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        plain = op.is_view or op.overloadpacket.__name__ in ("empty", "new_empty", "zeros", "detach")
+        assert plain, f"{op}: a plan computes by PyTorch"
+        return op(*arguments, **(options or {}))
+
+
+def without_pytorch(function: Callable) -> Callable:
+    """Of a backend or a plan, whose ranks may exchange packets by PyTorch."""
+
+    @functools.wraps(function)
+    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+        exchanges = isinstance(self, Plan) and any(isinstance(x, Exchange) for x in self.launches)
+        exchanges |= any(step.exchanged for step in getattr(self, "steps", None) or ())
+        with contextlib.nullcontext() if exchanges else Computes():
+            return function(self, *arguments, **options)
+
+    return watched
 
 
 def compiled_by(start: Callable[[Launch, list], object]) -> Callable[[Launch], Any]:
@@ -70,6 +95,8 @@ def replaying(interpret: Callable[[Launch], object]) -> Iterator[Replays]:
         mock.patch.object(Launch, "compiled", compiled),
         mock.patch.object(Tensor, "get_device", lambda x: 0 if x.device.type == "cpu" else -1),
         mock.patch.object(TritonBackend, "obstacle", lambda self, problem, device: None),
+        *(mock.patch.object(kind, "build", without_pytorch(kind.build)) for kind in (TritonBackend, HopperBackend)),
+        *(mock.patch.object(Plan, name, without_pytorch(getattr(Plan, name))) for name in ("bind", "execute")),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:

@@ -12,12 +12,11 @@ import torch
 import flashdelta as fd
 
 from .cases import BF16, BOUNDED, FP32, Case
-from .decoding import Step, make_step
+from .decoding import Step, make_step, rows_of
 from .decoding_checks import replay_buffer
 from .fused import FusedStep, make_fused
 from .inputs import make_call
 from .layer import ConvolutionCase, NormCase, make_convolution, make_norm
-from .oracle import as_recurrent
 from .pools import PoolCase, as_recurrent_pool, pool_call
 from .prefills import prefill_call
 from .wy import WyCase, make_wy
@@ -27,8 +26,8 @@ PACKED = replace(CHUNK, lengths=(40, 0, 30))
 PREFILL = Case("replay", "", T=70, H=2, HV=2, K=64, V=64, l2norm=False)
 CONVOLUTION = ConvolutionCase("replay", "", B=2, bias=True, state=0)
 STEP = Step("replay", "", B=3, HV=2, K=64, V=64, state=BF16)
-DRAFTS = replace(STEP, T=3, spec=2, update=False, indices=(3, 1, 4), rows="slots")
-FUSED = FusedStep("replay", "", K=64, V=64, HV=1, bias=True)
+DRAFTS = replace(STEP, T=3, spec=2, update=False, indices=(3, 1, 4), rows=(2, 0, 1))
+FUSED = FusedStep("replay", "", K=64, V=64, HV=2, bias=True)
 POOL = {"case": replace(PACKED, state=BF16), "indices": (4, 1, 2)}
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 HOPPER, PORTABLE = ("triton", "hopper"), ("triton",)
@@ -51,34 +50,38 @@ def call_of(
 
 @dataclass(frozen=True)
 class Row:
-    """A call of `op` with the arguments of `make`. `leaves`: arguments that take gradients, if it is differentiated. `writes`:
-    those that it writes. `tied`: those whose numbers must stay."""
+    """A call of `op` with the arguments of `make`, which takes a seed. `leaves`: arguments that take gradients, if it is
+    differentiated. `writes`: those that it writes."""
 
     name: str
     op: Callable[..., Any]
-    make: Callable[[], dict]
+    make: Callable[[int], dict]
     backends: tuple[str, ...] = HOPPER
     leaves: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
 
 
-def chunk(case: Case, dtype: torch.dtype = BF16, **options: Any) -> Callable[[], dict]:
-    return lambda: make_call(case, dtype) | options
+def chunk(case: Case, **options: Any) -> Callable[[int], dict]:
+    return lambda seed: make_call(case, BF16, seed=seed) | options
 
 
-def records() -> dict:
-    return make_step(DRAFTS, BF16) | {"intermediate_states": replay_buffer(DRAFTS)}
+def made(make: Callable[..., dict], case: Any, dtype: torch.dtype = BF16) -> Callable[[int], dict]:
+    """By a maker that draws from the case's name."""
+    return lambda seed: make(replace(case, name=f"{case.name} {seed}"), dtype)
+
+
+def records(seed: int) -> dict:
+    return make_step(DRAFTS, BF16, seed=seed) | {"intermediate_states": replay_buffer(DRAFTS)}
 
 
 def draft_and_commit(num_accepted_tokens: torch.Tensor, **call: Any) -> tuple:
     """Both halves of speculative decoding."""
     found = fd.recurrent_kda(**call)
-    names = ("initial_state", "intermediate_states", "ssm_state_indices", "state_v_first", "backend")
-    fd.commit(num_accepted_tokens=num_accepted_tokens, **{name: call[name] for name in names})
+    names = ("initial_state", "intermediate_states", "ssm_state_indices", "intermediate_state_indices", "state_v_first")
+    fd.commit(num_accepted_tokens=num_accepted_tokens, **{name: call[name] for name in (*names, "backend")})
     return found
 
 
@@ -86,46 +89,88 @@ def accepted(call: dict) -> dict:
     return call | {"num_accepted_tokens": torch.tensor([2, 0, 3], dtype=torch.int32)}
 
 
-CHECKPOINTS = PoolCase("", "", PACKED, every=64, rows=3, final=FP32, split=False)
-IN_POOL = PoolCase("replay", "", flags=(True, False, True), **POOL)
+def pooled(op: Callable, case: PoolCase, **options: Any) -> Callable[[int], dict]:
+    return lambda seed: call_of(op, case, seed=seed) | options
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+CHECKPOINTS = PoolCase(
+    "", "", replace(PACKED, lengths=(66, 0, 4)), marks=(64, 0, 0), mark_rows=(2, 0, 1), rows=3, final=FP32, split=False
+)
+IN_POOL = PoolCase("replay", "", flags=(False, True, True), **POOL)
+WINDOWS = ConvolutionCase("replay", "", lengths=(20, 0, 17), indices=(4, 1, 2), flags=(False, True, True), state=0)
+MARKED = replace(WINDOWS, indices=None, flags=None, bias=True, marks=(9, 0, 5), rows=(2, 0, 1), buffer=3)
+SOURCE = replace(STEP, source=(4, 1, 2), lengths=(1, 0, 1))
+TARGETS = replace(FUSED, T=3, spec=2, indices=rows_of(3, 3), slots=9, accepted=(1, 3, 2))
+RECORDED = replace(FUSED, T=3, spec=2, indices=(3, 1, 4), rows=(2, 0, 1), lengths=(3, 0, 2), accepted=(1, 3, 2))
 
 ROWS = [
-    Row("chunk", fd.chunk_kda, chunk(CHUNK)),
     Row("chunk packed h", fd.chunk_kda, chunk(replace(PACKED, h=True))),
     Row("chunk split", fd.chunk_kda, chunk(replace(CHUNK, T=130), split=2)),
-    Row("chunk pool", fd.chunk_kda, lambda: pool_call(IN_POOL, BF16), writes=("state_pool",)),
-    Row("chunk out", fd.chunk_kda, lambda: chunk(CHUNK)() | {"out": torch.zeros(1, 70, 2, 64).bfloat16()}, writes=("out",)),
-    Row("chunk checkpoints", fd.chunk_kda, lambda: pool_call(CHECKPOINTS, BF16), writes=("checkpoint_states", "final_state")),
+    Row("chunk pool", fd.chunk_kda, pooled(fd.chunk_kda, IN_POOL), writes=("state_pool",)),
+    Row("chunk out", fd.chunk_kda, lambda seed: chunk(CHUNK)(seed) | {"out": zeros(1, 70, 2, 64)}, writes=("out",)),
+    Row(
+        "chunk checkpoints", fd.chunk_kda, pooled(fd.chunk_kda, CHECKPOINTS),
+        writes=("checkpoint_states", "final_state"),
+    ),
     Row("chunk backward", fd.chunk_kda, chunk(CHUNK), leaves=LEAVES),
     Row("chunk packed kept backward", fd.chunk_kda, chunk(PACKED, disable_recompute=True), leaves=LEAVES),
     Row("chunk split backward", fd.chunk_kda, chunk(replace(CHUNK, T=130), split=2), leaves=LEAVES),
-    Row("recurrent", fd.fused_recurrent_kda, lambda: as_recurrent(chunk(replace(CHUNK, T=5))()), PORTABLE),
-    Row("decode", fd.recurrent_kda, lambda: make_step(STEP, BF16), writes=("initial_state",)),
-    Row("decode mixed", fd.recurrent_kda, lambda: make_step(replace(STEP, layout="mixed"), BF16), writes=("initial_state",)),
-    Row("verify", fd.recurrent_kda, lambda: make_step(DRAFTS, BF16), PORTABLE, writes=("intermediate_states",)),
-    Row("verify records", fd.recurrent_kda, records, writes=("intermediate_states",), tied=("intermediate_states",)),
     Row(
-        "commit", draft_and_commit, lambda: accepted(make_step(DRAFTS, BF16)), PORTABLE,
+        "recurrent", fd.fused_recurrent_kda,
+        pooled(fd.fused_recurrent_kda, PoolCase("", "", replace(CHUNK, B=2, T=5), final=FP32)), PORTABLE,
+        writes=("final_state",),
+    ),
+    Row(
+        "recurrent pool", fd.fused_recurrent_kda,
+        lambda seed: pooled(fd.fused_recurrent_kda, IN_POOL)(seed) | {"out": zeros(1, 70, 2, 64)}, PORTABLE,
+        writes=("state_pool", "out"),
+    ),
+    Row("decode", fd.recurrent_kda, made(make_step, STEP), writes=("initial_state",)),
+    Row("decode mixed", fd.recurrent_kda, made(make_step, replace(STEP, layout="mixed")), writes=("initial_state",)),
+    Row(
+        "decode from elsewhere", fd.recurrent_kda,
+        lambda seed: made(make_step, SOURCE)(seed) | {"output": zeros(1, 2, 2, 64)}, PORTABLE,
+        writes=("initial_state", "output"),
+    ),
+    Row("verify", fd.recurrent_kda, made(make_step, DRAFTS), PORTABLE, writes=("intermediate_states",)),
+    Row("verify records", fd.recurrent_kda, records, writes=("intermediate_states",)),
+    Row(
+        "commit", draft_and_commit, lambda seed: accepted(made(make_step, DRAFTS)(seed)), PORTABLE,
         writes=("initial_state", "intermediate_states"),
     ),
     Row(
-        "commit records", draft_and_commit, lambda: accepted(records()),
-        writes=("initial_state", "intermediate_states"), tied=("intermediate_states",),
+        "commit records", draft_and_commit, lambda seed: accepted(records(seed)),
+        writes=("initial_state", "intermediate_states"),
     ),
-    Row("fused", fd.fused_kda_decode, lambda: make_fused(FUSED, BF16), writes=("conv_state", "state")),
-    Row("prefill", fd.kda_prefill, lambda: prefill_call(PREFILL), PORTABLE),
-    Row("wy", fd.kernels.chunk_bwd_wy_dqkg, lambda: make_wy(WyCase("replay", "", HV=2, K=64, V=64), BF16)),
-    Row("norm", fd.gated_rms_norm, lambda: make_norm(NormCase("replay", "")), PORTABLE),
-    Row("norm backward", fd.gated_rms_norm, lambda: make_norm(NormCase("replay", "")), PORTABLE, ("x", "z", "weight")),
-    Row("convolution", fd.short_convolution, lambda: make_convolution(CONVOLUTION, BF16), PORTABLE),
+    Row("fused", fd.fused_kda_decode, made(make_fused, FUSED), writes=("conv_state", "state")),
     Row(
-        "convolution pool", fd.short_convolution,
-        lambda: make_convolution(ConvolutionCase("replay", "", lengths=(20, 0, 17), indices=(4, 1, 2), state=0)), PORTABLE,
-        writes=("state_pool",),
+        "fused drafts", fd.fused_kda_decode,
+        lambda seed: made(make_fused, TARGETS)(seed) | {"output": zeros(3, 3, 2, 64)}, PORTABLE,
+        writes=("conv_state", "state", "output"),
     ),
     Row(
-        "convolution backward", fd.short_convolution,
-        lambda: make_convolution(CONVOLUTION, BF16), PORTABLE,
+        "fused records", fd.fused_kda_decode, made(make_fused, RECORDED), PORTABLE,
+        writes=("conv_state", "intermediate_states"),
+    ),
+    Row("prefill", fd.kda_prefill, lambda seed: prefill_call(PREFILL, seed=seed), PORTABLE),
+    Row("wy", fd.kernels.chunk_bwd_wy_dqkg, made(make_wy, WyCase("replay", "", HV=2, K=64, V=64, lengths=(40, 0, 30)))),
+    Row("norm", fd.gated_rms_norm, made(make_norm, NormCase("replay", ""), FP32), PORTABLE),
+    Row("norm backward", fd.gated_rms_norm, made(make_norm, NormCase("replay", ""), FP32), PORTABLE, ("x", "z", "weight")),
+    Row("convolution", fd.short_convolution, made(make_convolution, CONVOLUTION), PORTABLE),
+    Row(
+        "convolution pool", fd.short_convolution, made(make_convolution, WINDOWS, FP32), PORTABLE, writes=("state_pool",)
+    ),
+    Row(
+        "convolution checkpoints", fd.short_convolution,
+        lambda seed: made(make_convolution, MARKED)(seed) | {"out": zeros(1, 37, 24), "final_state": zeros(3, 24, 3)},
+        PORTABLE, writes=("checkpoint_states", "final_state", "out"),
+    ),
+    Row(
+        "convolution backward", fd.short_convolution, made(make_convolution, CONVOLUTION), PORTABLE,
         ("x", "weight", "bias", "initial_state"),
     ),
 ]  # fmt: skip
