@@ -197,6 +197,8 @@ MUTANTS: list[Row] = [
      "unit/test_program.py::test_gradients_of_parameters_have_their_shapes"),
     ("problem/arguments.py", "if x._version != version:", "if False:", "unit/test_parallel.py"),
     ("runtime/autograd.py", '"backward", next(_serials)', '"backward", 0', "unit/test_program.py"),
+    ("runtime/autograd.py", "{name: x.contiguous() for", "{name: x for",
+     "gluon/test_replay.py::test_wrapped_losses[packed_and_unpacked]"),
     ("runtime/torch_ops.py", "by_role.get(role) if is_tensor and role else None", "None", "unit/test_operators.py"),
     # the gradient of a sum is no dense tensor
     ("kernels/stages/launch.py", '"num_accepted_tokens", "dht"),', '"num_accepted_tokens"),',
