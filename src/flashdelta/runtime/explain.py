@@ -66,7 +66,7 @@ def explain(
         ValueError, TypeError: as `op` itself would.
     """
     call = public_call(op)
-    given = call.bind(arguments, named)
+    given = call.named(arguments, named)
     asked = None if device is None else torch.device(device)
     problem, t, chosen = call.check(given, device=asked)
     place = asked or t.device

@@ -45,7 +45,7 @@ def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
     """
     try:
         call = public_call(op)
-        problem, t, backend = call.check(call.bind(arguments, named), dry=True)
+        problem, t, backend = call.check(call.named(arguments, named), dry=True)
     except Exception as refusal:  # arguments may raise anything, as they are asked what they are
         return Support(False, None, str(refusal))
     return answer_of(problem, t.device, backend)
