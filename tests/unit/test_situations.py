@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flashdelta as fd
-from flashdelta.nn import KimiDeltaAttention
+from flashdelta.nn import KdaLanguageModel, KimiDeltaAttention, LanguageModelConfig, load_model, save_model
 from flashdelta.nn.heads import SPLIT
+from flashdelta.tools.files import in_bytes
 
 from ..support.forked import imported_once
 from ..support.layers import make_layer, rows
@@ -68,10 +75,79 @@ def saved() -> None:
 
 def positional() -> None:
     x = [torch.randn(1, 4, 2, 32) for _ in "qkvg"] + [torch.rand(1, 4, 2)]
-    for op in (fd.chunk_kda, fd.fused_recurrent_kda):
+    for op in (fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda):
         with pytest.raises(TypeError, match=r"takes q, k, v, g, beta by position and .* by keyword, such as scale="):
             op(*x, 0.3)
         op(*x, scale=0.3, gate="logsigmoid")
+
+
+def refused(*cases: tuple[Callable[[], object], str]) -> None:
+    for call, said in cases:
+        with pytest.raises((ValueError, TypeError), match=f"^{said}"):
+            call()
+
+
+def own_names() -> None:
+    layer, x = make_layer(F32).requires_grad_(False), rows(2, 20, dtype=F32, device="cpu")
+    _, cache = layer(x, return_cache=True)
+    pool, none = layer.make_pool(4), torch.zeros(2, dtype=torch.bool)
+    half = replace(pool, state=pool.state.half())
+    for y in (x, x[:, :4], x[:, :1]):
+        refused(
+            (
+                lambda y=y: layer(y, pool=pool, slots=torch.tensor([0, 9])),
+                "slots must be below .* 4 slots; got index 9",
+            ),
+            (lambda y=y: layer(y, pool=pool, slots=torch.tensor([2, 2])), "slots must be distinct: .* index 2"),
+            (lambda y=y: layer(y, pool=pool, slots=none), "slots must be of dtype"),
+            (
+                lambda y=y: layer(y, pool=half, slots=torch.tensor([0, 1])),
+                "pool.state must be of dtype .*; got float16",
+            ),
+            (lambda y=y: layer(y, replace(cache, state=cache.state.half())), "cache.state must be of dtype"),
+            (lambda y=y: layer(y, replace(cache, conv=cache.conv.half())), "cache.conv must be of dtype"),
+        )
+
+
+def unread() -> None:
+    layer, x = make_layer(F32), rows(2, 5, dtype=F32, device="cpu")
+    refused(
+        (lambda: layer(x, null_index="non_positive"), "null_index must be 'negative' without pool; got 'non_positive'"),
+        (lambda: make_layer(F32, gate="softplus", lower_bound=-3.0), "lower_bound must be None .*; got -3.0"),
+        (lambda: make_layer(F32, gate="logsigmoid", lower_bound=-5.0), "lower_bound must be None .*; got -5.0"),
+    )
+    assert make_layer(F32).lower_bound == -5.0 and make_layer(F32, gate="softplus").lower_bound is None
+
+
+def wide_filters() -> None:
+    layer = make_layer(torch.bfloat16)
+    layer.conv_weight.data = layer.conv_weight.data.float()
+    assert layer.explain(1, 100).chosen == "reference"
+    assert layer(rows(1, 9, dtype=torch.bfloat16, device="cpu"))[0].dtype == torch.bfloat16
+
+
+def no_model(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    model = KdaLanguageModel(LanguageModelConfig(hidden_size=32, num_layers=1, num_heads=1, num_v_heads=1))
+    save_model(model, file)
+    whole = file.read_bytes()
+    with safe_open(str(file), framework="pt") as saved:
+        metadata = saved.metadata()
+    for content in (b"", b"no tensors", whole[: len(whole) // 2]):
+        file.write_bytes(content)
+        refused((lambda: load_model(file), "path must be a file that save_model wrote; got '.*no safetensors file"))
+    save_file({"embedding.weight": torch.zeros(3, 32)}, str(file), metadata)
+    refused((lambda: load_model(file), "path must be a file that save_model wrote; got '.*weights of another shape"))
+
+
+def no_file() -> None:
+    with TemporaryDirectory() as folder:
+        no_model(Path(folder))
+
+
+def sizes() -> None:
+    said = {0: "0 bytes", 1: "1 byte", 40: "40 bytes", 2**10: "1.0 KiB", 2**20: "1.0 MiB"}
+    assert {size: in_bytes(size) for size in said} == said
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------------
@@ -204,6 +280,11 @@ ROWS = [
     ),
     Situation("saved caches", "jundot/omlx #825: torch.load of a prompt cache with its default", saved),
     Situation("scale by position", "calls written for FLA, whose scale comes sixth", positional),
+    Situation("names", "the layer's slots, pool and cache go by its own names in refusals of operators", own_names),
+    Situation("unread arguments", "a null index without a pool, a bound beside a gate without one", unread),
+    Situation("float32 filters", "explain of a layer in bfloat16 whose filters stay in float32", wide_filters),
+    Situation("no model", "load_model of what is no safetensors file, a torn one, or one of other weights", no_file),
+    Situation("small sizes", "40 bytes are no 0.0 KiB", sizes),
     Situation("left padding", "FLA's attention_mask: equal to packed and to each alone", lambda: masked("left")),
     Situation("right padding", "the same on the other side", lambda: masked("right")),
     Situation("padding around", "the same on both", lambda: masked("both")),

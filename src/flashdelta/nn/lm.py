@@ -28,6 +28,8 @@ VOCABULARY = "\n" + " " + string.digits + string.ascii_letters + string.punctuat
 _TOKENS = {character: token for token, character in enumerate(VOCABULARY)}
 _CONFIG_KEY = "flashdelta.language_model"
 
+SAVED = "a file that save_model wrote"
+
 Caches = tuple[KdaCache, ...]
 """One `KdaCache` per layer."""
 
@@ -268,23 +270,29 @@ def load_model(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a safetensors file that holds no such model.
+        ValueError: a file that holds no such model.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
-        raise FileNotFoundError(f"path must be a file that save_model wrote; got {str(path)!r}")
-    with safe_open(str(path), framework="pt") as file:
-        config = _read_config(path, file.metadata() or {})
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    model = KdaLanguageModel(config, chunk_size=chunk_size, backend=backend)
-    model.load_state_dict(weights)
+        raise FileNotFoundError(f"path must be {SAVED}; got {str(path)!r}")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as error:
+        raise wrong("path", f"{str(path)!r}, which is no safetensors file ({error})", SAVED) from error
+    model = KdaLanguageModel(_read_config(path, metadata), chunk_size=chunk_size, backend=backend)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise wrong("path", f"{str(path)!r} with weights of another shape ({error})", SAVED) from error
     return model.to(device=device, dtype=dtype).eval()
 
 
 def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelConfig:
     if _CONFIG_KEY not in metadata:
-        raise wrong("path", f"{str(path)!r} without a model's shape", "a file that save_model wrote")
+        raise wrong("path", f"{str(path)!r} without a model's shape", SAVED)
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
     if values.keys() != names:

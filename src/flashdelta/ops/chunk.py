@@ -85,7 +85,7 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: beta is a logit: `sigmoid(beta)` is the write strength.
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
-            `lower_bound` needs no promise, and the unbounded `softplus` gate ignores it. Without it any decay is exact.
+            `lower_bound` needs no promise; the unbounded `softplus` gate refuses one. Without it any decay is exact.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; refused with others, which would ignore it.
         disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
             about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. Traced
@@ -122,7 +122,7 @@ def chunk_kda(
         state_indices: `[N]` int32 or int64, required with `state_pool`: each sequence's slot. A null index (see `null_index`),
             or one past the pool's end, starts from zeros and stores nothing. No two states may be stored to one slot. Like
             `cu_seqlens`, values are not read on the host; FLASHDELTA_CHECK=1 verifies them.
-        null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
+        null_index: which indices are null: `"negative"`, or with `state_pool` `"non_positive"` (slot 0 is reserved).
         has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot. None means
             True everywhere.
         checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so
