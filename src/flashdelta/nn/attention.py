@@ -31,7 +31,7 @@ from ..ops.recurrent import fused_recurrent_kda
 from ..parallel.checks import broadcast_errors
 from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
-from ..problem.arguments import flag, positive
+from ..problem.arguments import check_int, flag, positive
 from ..problem.errors import called, mistyped, rule, wrong
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, LOWEST_BOUND, MAX_TAPS, MIN_TAPS, epsilon
 from ..problem.operations import bound as check_bound
@@ -268,7 +268,7 @@ class KimiDeltaAttention(nn.Module):
             if cache is not None:
                 _check_shapes("cache", cache, {"conv": self._windows(sequences, share)})
             mixed = torch.cat([p["q_proj"], p["k_proj"], p["v_proj"]], dim=-1)
-            gate = p["g_proj.1"].unflatten(-1, (-1, self.head_v_dim))
+            gate = _by_heads(p["g_proj.1"], self.head_v_dim)
         conv, past, states = None, {}, {}
         if pool is not None:
             where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
@@ -286,7 +286,8 @@ class KimiDeltaAttention(nn.Module):
             past, states = {"initial_state": self._inputs_before(mixed, context)}, {"cp_context": context}
         with broadcast_errors(cp_context):
             weight, bias = self._filters(mixed.dtype, share)
-            with called(**SLOTS, state_pool="pool.conv", initial_state="cache.conv"):
+            names = {"state_pool": "pool.conv", "initial_state": "cache.conv", "weight": "conv_weight"}
+            with called(**SLOTS, **names):
                 mixed, conv = short_convolution(
                     mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around()
                 )
@@ -327,19 +328,31 @@ class KimiDeltaAttention(nn.Module):
     @torch.no_grad()
     def explain(self, batch: int, tokens: int) -> Explanation:
         """Says which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
-        own = self.conv_weight
-        narrow = (x.dtype for x in self.b_proj.parameters() if x.is_floating_point())  # filters may stay in float32
-        x = torch.zeros(batch, tokens, self.hidden_size, dtype=next(narrow, own.dtype), device=own.device)
+        for name, size in (("batch", batch), ("tokens", tokens)):
+            check_int(name, size)
+            rule(name, size >= 0, "at least 0", size)
+        device = self.conv_weight.device
+        x = torch.zeros(batch, tokens, self.hidden_size, dtype=self._input_dtype(), device=device)
         share, p = self._projected(x)
         mixed = x.new_zeros(batch, tokens, share.heads(sum(self.conv_channels)))
         op, arguments, options = self._kda_call(p, mixed, {"output_final_state": True}, share)
         return explain(op, *arguments, **options)
 
+    def _input_dtype(self) -> torch.dtype:
+        """The dtype of the projections, as far as they have one; filters may stay in float32."""
+        dtypes = (x.dtype for x in self.b_proj.parameters() if x.is_floating_point())
+        return next(dtypes, self.conv_weight.dtype)
+
     def _projected(self, x: Tensor) -> tuple[Share, dict[str, Tensor]]:
         """A rank's share of the heads, and the outputs of all projections, of its heads, by name."""
         names = {"f_proj": "f_proj.1", "g_proj": "g_proj.1"}
         modules = ("q_proj", "k_proj", "v_proj", "f_proj", "b_proj", "g_proj")
-        p = {names.get(name, name): getattr(self, name)(x) for name in modules}
+        try:
+            p = {names.get(name, name): getattr(self, name)(x) for name in modules}
+        except RuntimeError as error:
+            if x.dtype == (dtype := self._input_dtype()):
+                raise
+            raise TypeError(f"x must be in the projections' dtype {dtype}; got {x.dtype}") from error
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
         heads = {"q_proj": (H, K), "k_proj": (H, K), "v_proj": (HV, V)}
         heads |= {"f_proj.1": (HV, K), "b_proj": (HV, 1), "g_proj.1": (HV, V)}
@@ -363,7 +376,7 @@ class KimiDeltaAttention(nn.Module):
         (rows,) = mask.flatten().nonzero(as_tuple=True)
         offsets = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
         y, cache = self.forward(x.flatten(0, 1)[rows][None], cu_seqlens=offsets, **options)
-        return y.new_zeros(B * T, y.shape[-1]).index_copy(0, rows, y[0]).unflatten(0, (B, T)), cache
+        return y.new_zeros(B * T, y.shape[-1]).index_copy(0, rows, y[0]).view(B, T, y.shape[-1]), cache
 
     def _around(self) -> str:
         """The backend of convolution and norm, of which Hopper has no kernels of its own."""
@@ -415,7 +428,7 @@ class KimiDeltaAttention(nn.Module):
             mixed, g, beta = mixed.float(), g.float(), beta.float()
         q, k, v = mixed.split([share.heads(channels) for channels in self.conv_channels], dim=-1)
         widths = (self.head_dim, self.head_dim, self.head_v_dim, self.head_dim)
-        by_heads = (x.unflatten(-1, (-1, width)) for x, width in zip((q, k, v, g), widths))
+        by_heads = (_by_heads(x, width) for x, width in zip((q, k, v, g), widths))
         options = {
             **self._gate_options(),
             "A_log": share.part(self.A_log),
@@ -503,6 +516,11 @@ def zero_strays(o: Tensor, cu_seqlens: Tensor) -> Tensor:
     weights behind."""
     covered = torch.arange(o.shape[1], device=o.device) < cu_seqlens[-1]
     return torch.where(covered[:, None, None], o, 0.0)
+
+
+def _by_heads(x: Tensor, width: int) -> Tensor:
+    """A view `[.., heads, width]`. (`torch.compile` can't trace `unflatten` where a default device is set.)"""
+    return x.view(*x.shape[:-1], x.shape[-1] // width, width)
 
 
 def _low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:

@@ -7,6 +7,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+MOST_SHOWN = 80
+"""Characters of a value that an error repeats: a list may have millions."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -23,7 +26,9 @@ def rule(argument: str, holds: bool, wanted: str, got: object) -> None:
 
 def mistyped(argument: str, got: object, wanted: str) -> TypeError:
     """The error for an argument of the wrong type."""
-    return TypeError(f"{argument} must be {wanted}; got {got!r} ({type(got).__name__})")
+    text = repr(got)
+    text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return TypeError(f"{argument} must be {wanted}; got {text} ({type(got).__name__})")
 
 
 @contextlib.contextmanager
