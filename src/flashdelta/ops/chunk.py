@@ -65,9 +65,10 @@ def chunk_kda(
 
     Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place). `state_pool` and
     the buffers `out`, `final_state` and `checkpoint_states` are written, nothing else is; they take part in no transform of
-    `torch.func`. States may also be float64 where q is. A sequence's result is bitwise independent of the rest of the batch,
-    except for the plan of a split (see `split`). A call with gradients, or with g in float32, may differ in rounding from one
-    without, as the backend `hopper` has forms of its kernels for each.
+    `torch.func`. On a CPU values are checked as FLASHDELTA_CHECK=1 checks them, but for decays. States may also be float64
+    where q is. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a split (see
+    `split`). A call with gradients, or with g in float32, may differ in rounding from one without, as the backend `hopper` has
+    forms of its kernels for each.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.

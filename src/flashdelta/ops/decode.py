@@ -59,7 +59,7 @@ def recurrent_kda(
 
     An index that is null (see `null_index`) or past the pool's end names no slot. A sequence whose start has no slot is null:
     its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot. On a CPU
-    an index past the end is refused.
+    values are checked as FLASHDELTA_CHECK=1 checks them, but for decays.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
