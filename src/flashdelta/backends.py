@@ -38,7 +38,7 @@ class Executable(Protocol):
     lasting: bool
     """Whether it runs other calls like its own, too."""
 
-    def bind(
+    def locate(
         self, t: Tensors, tensors: Sequence[Tensor | None], places: Sequence[int], written: Written | None = None
     ) -> None: ...
 
@@ -139,7 +139,7 @@ class HopperBackend(Backend):
     HEAD_DIMS = (64, 128)
     CHUNK_SIZE = 64
     MAX_ROWS = 2**31
-    """Of the workspace: TMA coordinates are 32-bit."""
+    """The most of the workspace: TMA coordinates are 32-bit."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         return (
@@ -259,7 +259,7 @@ class TritonBackend(Backend):
 
     MIN_CAPABILITY = (8, 0)
     MAX_ROWS = 2**31
-    """Of a norm: divided in 32 bits."""
+    """The most of a norm: they are divided in 32 bits."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         if not has_triton():

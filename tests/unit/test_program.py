@@ -68,7 +68,7 @@ def test_tensors_may_be_views_of_what_a_caller_passes(started: Started):
     given = tensors_of(q=x, k=rows[:, 4:], v=rows[1:, 2:])
     t = in_slots(given)
     plan = plan_of(t, launch("a", t.q[1:], t.k, t.v[:, 1:]))
-    plan.bind(given, (None, rows, x), [2, 1, 1])
+    plan.locate(given, (None, rows, x), [2, 1, 1])
     plan.execute((), [0, 1000, 5000])
     assert started[0][2] == [5000 + 4, 1000 + 16, 1000 + 48 + 8 + 4]
 

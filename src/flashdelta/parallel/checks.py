@@ -1,4 +1,4 @@
-"""What FLASHDELTA_CHECK=1 verifies of calls over ranks: that all make the same one, and that none of them refuses it."""
+"""FLASHDELTA_CHECK=1 verifies of calls over ranks: that all make the same one, and that none of them refuses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIKE = (
     *("operation", "scale", "gate", "lower_bound", "beta_kind", "l2norm", "state_v_first", "chunk_size"),
     *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad", "exchange", "relay"),
 )
-"""What calls of all ranks have in common: fields of their problems."""
+"""Fields of problems that calls of all ranks have in common."""
 
 REFUSED = [-1, 0, 0, 0, 0, 0]
 """Instead of a call's hash, that of its offsets, and its border: this rank refuses the call."""

@@ -179,7 +179,9 @@ class Arguments:
             raise wrong(name, shape_of(x), f"of shape {' or '.join([self.described(each) for each in shapes])}")
         if x.dtype not in dtypes:
             allowed = " or ".join([dtype_name(dtype) for dtype in dict.fromkeys(dtypes)])
-            raise TypeError(f"{name} must be of dtype {allowed}; got {dtype_name(x.dtype)}")
+            mixed = self.first and dtypes[0].is_floating_point
+            beside = f" beside {self.first} in {dtype_name(self.tensors[self.first].dtype)}" if mixed else ""
+            raise TypeError(f"{name} must be of dtype {allowed}{beside}; got {dtype_name(x.dtype)}")
         if not self.first:
             self.first, self.device = name, x.device
         if x.device != self.device:

@@ -38,7 +38,7 @@ RECORD_COUNTS = 4
 """Numbers after a replay record. Those of the first token say how many are recorded, each to a slice of value channels."""
 
 RECORD_MULTIPLE = 16
-"""Of the width of replay records. With any number of heads strides are multiples of 16 then, so that kernels compile once."""
+"""The width of replay records is a multiple of it: strides are so with any number of heads, and kernels compile once."""
 
 DEFAULT_PRECISION: Precision = "tf32x3"
 """21 mantissa bits or more, on tensor cores; true float32 products run on the ordinary units."""

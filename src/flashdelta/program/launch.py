@@ -50,7 +50,7 @@ def _properties(device: torch.device | None) -> Any:
 
 
 REGISTERS = 65536
-"""Of an SM."""
+"""Registers that an SM has."""
 
 
 HOPPER_PTXAS = "--regAllocOptLevel=4"

@@ -78,7 +78,7 @@ class Differentiable:
         if plan is None:
             t = self.by_role(inputs)
             plan = self.backend.build(self.problem, t)
-            plan.bind(t, inputs, [self.inputs.index(role) for role in t.present()])
+            plan.locate(t, inputs, [self.inputs.index(role) for role in t.present()])
         results = plan.execute(inputs)
         if self.repeats and plan.lasting:
             self.plan = plan
@@ -96,7 +96,7 @@ class Differentiable:
         roles = (*self.inputs, "do", "dht", *(role_of[name] for name in kept))
         t = replace(self.by_role(saved), **dict(zip(roles[len(saved) :], tensors[len(saved) :])))
         plan = self.backend.build(replace(self.problem, operation=self.problem.operation + BACKWARD), t)
-        plan.bind(t, tensors, [roles.index(role) for role in t.present()])
+        plan.locate(t, tensors, [roles.index(role) for role in t.present()])
         found = plan.execute(tensors)
         if plan.lasting:
             self.cache.keep(key, plan)

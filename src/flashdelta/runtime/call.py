@@ -25,7 +25,7 @@ from . import autograd, torch_ops
 CACHE: LaunchCache[Any] = LaunchCache()
 
 CALLS: dict[Callable[..., Any], Dispatcher] = {}
-"""By public function."""
+"""Dispatchers by public function."""
 
 
 class NoKernel(ValueError):
@@ -99,7 +99,7 @@ class Dispatcher:
             if key is None:
                 results = plan.execute([*t.present().values()])
             else:
-                plan.bind(t, tensors, self.sources(t, tensors), Written(writes, self.pairs, self.refuse))
+                plan.locate(t, tensors, self.sources(t, tensors), Written(writes, self.pairs, self.refuse))
                 results = plan.execute(tensors)
         count_writes(tensors, writes)
         if plan.lasting:
@@ -153,7 +153,7 @@ class Dispatcher:
         given: Mapping[str, Any] = self.defaults | dict(named)
         try:
             if given.keys() != self.signature.parameters.keys():
-                given = self.bind((), named)  # says what is missing, or unknown
+                given = self.named((), named)  # says what is missing, or unknown
             if given.get("cp_context") is None and given.get("group") is None:
                 offsets = given.get("cu_seqlens_cpu")
                 host = None if offsets is None else known_lengths(offsets, given["chunk_size"], given["q"])
@@ -176,7 +176,7 @@ class Dispatcher:
             check_call_of_ranks(context, problem, backend.name)
         return problem, t, backend
 
-    def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
+    def named(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
         """All arguments by name, with the defaults of those left out."""
         bound = self.signature.bind(*arguments, **named)
         bound.apply_defaults()
@@ -222,4 +222,4 @@ def public_call(op: Callable[..., Any]) -> Dispatcher:
 def check(op: Callable[..., Any], /, *arguments: object, **named: object) -> tuple[Any, Any]:
     """Validates a public function's arguments, and runs nothing: the problem and the tensors, of the operation's family."""
     call = public_call(op)
-    return call.operation.check(call.bind(arguments, named))
+    return call.operation.check(call.named(arguments, named))

@@ -225,4 +225,4 @@ GRADIENTS = {
         ("short_convolution_backward", CONVOLUTION),
     )
 }
-"""By the name of the operator."""
+"""Gradients by the name of the operator."""
