@@ -170,10 +170,8 @@ class Arguments:
             return
         check_tensor(name, x)
         shapes = (shape,) if isinstance(shape, str) else shape
-        for each in shapes:
-            if self.fits(each.split(), x.shape):
-                break
-        else:
+        # the first that fits binds its symbols
+        if not any(self.fits(each.split(), x.shape) for each in shapes):
             raise wrong(name, shape_of(x), f"of shape {' or '.join([self.described(each) for each in shapes])}")
         if x.dtype not in dtypes:
             allowed = " or ".join([dtype_name(dtype) for dtype in dict.fromkeys(dtypes)])
@@ -203,12 +201,13 @@ class Arguments:
             return False
         new, sizes = {}, self.sizes
         for symbol, n in zip(symbols, shape):
-            known = sizes[symbol] if symbol in sizes else self.size(symbol)
-            if known is None:
-                new[symbol] = n
-            elif known != n:
-                return False
-        self.sizes.update(new)
+            if sizes.get(symbol) != n:
+                known = self.size(symbol)
+                if known is None:
+                    new[symbol] = n
+                elif known != n:
+                    return False
+        sizes.update(new)
         return True
 
     def described(self, shape: str) -> str:
@@ -240,18 +239,17 @@ class Arguments:
     def requires_grad(self) -> bool:
         return torch.is_grad_enabled() and any([x.requires_grad for x in self.tensors.values()])
 
-    def read(self, name: str) -> Any:
-        """A tensor as memory has it; a `dry` check copies nothing."""
-        x = getattr(self, name, None)
-        return x if x is None or self.dry else resolved(x)
+    def read(self, x: Tensor) -> Tensor:
+        """The tensor as memory has it; a `dry` check copies nothing."""
+        return x if self.dry else resolved(x)
 
     def made(
         self, problem: type[Problem], tensors: type[Tensors], called: Mapping[str, str] | None = None, **settings: Any
     ) -> Made:
         """The problem, and the tensors by role. `called`: the names of roles, where they differ."""
-        called = called or {}
-        names = ((role, called.get(role, role)) for role in tensors.__dataclass_fields__)
-        t = tensors(**{role: x for role, name in names if (x := self.read(name)) is not None})
+        given, called = vars(self), called or {}
+        found = {role: given.get(called.get(role, role)) for role in tensors.__dataclass_fields__}
+        t = tensors(**{role: self.read(x) for role, x in found.items() if x is not None})
         return problem_of(problem, t, **settings), t
 
 
@@ -260,9 +258,9 @@ class Arguments:
 
 def extent(x: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last one."""
-    if x.numel() == 0:
-        return 0
-    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1) * x.element_size()
+    if x.is_contiguous():
+        return x.nbytes
+    return (sum([(n - 1) * s for n, s in zip(x.shape, x.stride())]) + 1) * x.element_size()
 
 
 def has_address(x: Tensor) -> bool:
@@ -274,7 +272,8 @@ def memory(x: Tensor | None) -> tuple[int, int] | None:
     """Where a tensor begins and ends; None of one without addresses. Interleaved slices of one buffer share memory, too."""
     if x is None or x.numel() == 0 or not has_address(x):
         return None
-    return x.data_ptr(), x.data_ptr() + extent(x)
+    begin = x.data_ptr()
+    return begin, begin + extent(x)
 
 
 # ---- what a backward pass refuses ------------------------------------------------------------------------------------------

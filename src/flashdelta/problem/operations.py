@@ -554,7 +554,7 @@ def validate_prefill(c: Arguments) -> Made:
     name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
     rule(name, size in PREFILL_SIZES, f"one of {', '.join(map(str, PREFILL_SIZES))}", f"(K, V, C) = {size}")
     c.refuse_gradients(NO_GRADIENTS["prefill"])
-    return prefill_problem(c, {name: c.read(name) for name in c.tensors})
+    return prefill_problem(c, {name: c.read(x) for name, x in c.tensors.items()})
 
 
 def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem, ChunkTensors]:
@@ -781,9 +781,10 @@ class Operation:
         if torch.compiler.is_compiling() or all([tensors.get(name) is None for name in self.may_write]):
             return
         places = {name: place for name, x in tensors.items() if (place := memory(x)) is not None}
-        for name, others in self.overlaps([*places]).items():
-            for other in others if name in places else ():
-                if places[other][0] < places[name][1] and places[name][0] < places[other][1]:
+        for name in self.may_write:
+            begin, end = places.pop(name, (0, 0))  # so that each pair is there once
+            for other, (first, last) in places.items():
+                if first < end and begin < last and {name, other} != {*self.may_share}:
                     raise wrong(name, f"memory shared with {other}", "in memory of its own")
 
 

@@ -101,16 +101,15 @@ class Launch:
     def prepare(self) -> Prepared:
         """Compiles the kernel, to be launched directly: Triton's own way binds and specialises every argument anew, tens of
         microseconds per launch."""
-        call, tensors, described = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3)], [], []
+        call, tensors, described = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments], [], []
         for i, x in enumerate(self.arguments, ARGUMENTS):
             if isinstance(x, torch.Tensor):
                 if x.numel() > 0:
                     tensors.append((i, x))
-                x = 0
+                call[i] = 0
             elif not isinstance(x, NUMBERS):
                 described.append((i, x.base))
-                x = with_base(x, None)
-            call.append(x)
+                call[i] = with_base(x, None)
         call += self.constants.values()
         if knobs.runtime.interpret:
             return Prepared(functools.partial(interpret, self), call, tensors, described, None)
@@ -135,8 +134,9 @@ class Launch:
         return kernel
 
     def _key(self, device: int) -> tuple:
-        options = (self.num_warps, self.max_registers, self.overlaps)
-        return (device, self.kernel, *options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
+        # the function itself, since a `JITFunction` works out its hash each time
+        options = (device, self.kernel.fn, self.num_warps, self.max_registers, self.overlaps)
+        return (*options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
 
 
 _compiled: dict[tuple, CompiledKernel] = {}
@@ -227,21 +227,15 @@ def hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-@functools.cache
-def _specialized(kernel: JITFunction) -> tuple[bool, ...]:
-    """Tells for each parameter whether Triton compiles integers that are 1 or multiples of 16 on their own."""
-    return tuple(not p.do_not_specialize for p in kernel.params)
-
-
 def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     """Properties that set the machine code: types, which arguments are None, alignment of addresses, and of some integers."""
     found: list[object] = []
-    for x, specialized in zip(arguments, _specialized(kernel)):
+    for x, parameter in zip(arguments, kernel.params):
         if isinstance(x, int):
-            found.append((x == 1, x % 16 == 0, x > 2**31 - 1) if specialized else None)
+            # Triton compiles integers that are 1 or multiples of 16 on their own
+            found.append(None if parameter.do_not_specialize else (x == 1, x % 16 == 0, x > 2**31 - 1))
         elif isinstance(x, torch.Tensor):
-            found.append(x.dtype)
-            found.append(x.data_ptr() % 16)
+            found += x.dtype, x.data_ptr() % 16
         elif x is None:
             found.append("none")
     return found
