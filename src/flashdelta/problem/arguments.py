@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import mistyped, rule, wrong
-from .problem import Problem, Tensors, problem_of
+from .problem import Problem, Tensors, problem_of, record
 
 Made = tuple[Problem, Tensors]
 
@@ -138,8 +138,7 @@ class Arguments:
     """
 
     def __init__(self, given: Mapping[str, Any], dry: bool = False):
-        for name, value in given.items():
-            setattr(self, name, value)
+        vars(self).update(given)
         self.dry = dry
         self.sizes: dict[str, int] = {}
         self.first, self.device = "", torch.device("cpu")
@@ -157,7 +156,8 @@ class Arguments:
 
     def require(self, name: str, shape: str | Sequence[str], *dtypes: torch.dtype, **layout: Any) -> None:
         """Checks a tensor that may not be left out."""
-        check_tensor(name, getattr(self, name))
+        if getattr(self, name) is None:
+            check_tensor(name, None)
         self.check(name, shape, *dtypes, **layout)
 
     def check(
@@ -170,8 +170,10 @@ class Arguments:
             return
         check_tensor(name, x)
         shapes = (shape,) if isinstance(shape, str) else shape
-        # the first that fits binds its symbols
-        if not any(self.fits(each.split(), x.shape) for each in shapes):
+        for each in shapes:
+            if self.fits(each.split(), x.shape):
+                break
+        else:
             raise wrong(name, shape_of(x), f"of shape {' or '.join([self.described(each) for each in shapes])}")
         if x.dtype not in dtypes:
             allowed = " or ".join([dtype_name(dtype) for dtype in dict.fromkeys(dtypes)])
@@ -249,7 +251,7 @@ class Arguments:
         """The problem, and the tensors by role. `called`: the names of roles, where they differ."""
         given, called = vars(self), called or {}
         found = {role: given.get(called.get(role, role)) for role in tensors.__dataclass_fields__}
-        t = tensors(**{role: self.read(x) for role, x in found.items() if x is not None})
+        t = record(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
         return problem_of(problem, t, **settings), t
 
 
@@ -265,7 +267,7 @@ def extent(x: Tensor) -> int:
 
 def has_address(x: Tensor) -> bool:
     """Not so on the meta device, in subclasses, and inside the transforms of `torch.func`."""
-    return is_plain(x) and x.device.type != "meta" and not is_wrapped(x)
+    return is_plain(x) and not x.is_meta and not is_wrapped(x)
 
 
 def memory(x: Tensor | None) -> tuple[int, int] | None:

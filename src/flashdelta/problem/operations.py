@@ -734,7 +734,7 @@ class Operation:
     validate: Callable[[Arguments], Made]
     may_write: tuple[str, ...] = ()
     called: Mapping[str, str] = field(default_factory=dict)
-    reads: Callable[[Arguments], str | None] = lambda c: None
+    reads: Callable[[Mapping[str, Any]], str | None] = lambda given: None
     may_share: tuple[str, str] = ("", "")
     rows: str = ""
 
@@ -747,7 +747,7 @@ class Operation:
 
     def written(self, given: Mapping[str, object]) -> list[str]:
         """The caller's names of the tensors that a call writes."""
-        read = self.reads(Arguments(given))
+        read = self.reads(given)
         return [name for name in self.may_write if name != read and given.get(name) is not None]
 
     def overlaps(self, names: list[str]) -> dict[str, list[str]]:
@@ -797,7 +797,7 @@ DECODE = Operation(
     validate_decode,
     ("output", "intermediate_states", "initial_state"),
     DECODE_NAMES,
-    reads=lambda c: None if c.update_state else "initial_state",
+    reads=lambda given: None if given["update_state"] else "initial_state",
     may_share=("initial_state", "initial_state_source"),
     rows="mixed_qkv",
 )
@@ -806,7 +806,7 @@ COMMIT = Operation(
     validate_commit,
     ("intermediate_states", "initial_state"),
     DECODE_NAMES,
-    reads=lambda c: None if is_record(c.intermediate_states) else "intermediate_states",
+    reads=lambda given: None if is_record(given["intermediate_states"]) else "intermediate_states",
 )
 PREFILL = Operation("prefill", validate_prefill)
 WY = Operation("wy", validate_wy)
@@ -817,7 +817,7 @@ FUSED_DECODE = Operation(
     validate_fused_decode,
     ("output", "intermediate_states", "conv_state", "state"),
     FUSED_NAMES,
-    reads=lambda c: None if c.intermediate_states is None else "state",
+    reads=lambda given: None if given["intermediate_states"] is None else "state",
     may_share=("conv_state", "state"),
     rows="x",
 )

@@ -17,6 +17,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 from ..problem.arguments import extent
+from ..problem.problem import replaced
 
 _target = contextvars.ContextVar[torch.device | None]("_target", default=None)
 
@@ -109,7 +110,7 @@ class Launch:
                 call[i] = 0
             elif not isinstance(x, NUMBERS):
                 described.append((i, x.base))
-                call[i] = with_base(x, None)
+                call[i] = replaced(x, base=None)
         call += self.constants.values()
         if knobs.runtime.interpret:
             return Prepared(functools.partial(interpret, self), call, tensors, described, None)
@@ -174,7 +175,7 @@ def on_cpu(arguments: Sequence[Any], given: Sequence[Any]) -> list[Any]:
             if sizes[at] > 0:
                 memory = torch.frombuffer((ctypes.c_char * sizes[at]).from_address(at), dtype=torch.uint8)
             tensor = memory[: extent(like)].view(like.dtype).as_strided(like.shape, like.stride())
-            x = tensor if like is x else with_base(x, tensor)
+            x = tensor if like is x else replaced(x, base=tensor)
         found.append(x)
     return found
 
@@ -183,15 +184,6 @@ def base_of(x: Any) -> torch.Tensor | None:
     """The tensor of an argument that is one, or a tensor descriptor."""
     x = getattr(x, "base", x)
     return x if isinstance(x, torch.Tensor) else None
-
-
-def with_base(descriptor: Any, base: object) -> Any:
-    """The tensor descriptor of another tensor that lies alike: `copy.copy` takes two or three times as long."""
-    kind: Any = type(descriptor)
-    other = kind.__new__(kind)
-    other.__dict__.update(descriptor.__dict__)
-    other.base = base
-    return other
 
 
 class Address:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..problem.problem import Tensors
+from ..problem.problem import Tensors, replaced
 
 T = TypeVar("T", bound=Tensors)
 
@@ -25,22 +24,20 @@ ALIGNMENT = 16
 SLOT = 1 << 44
 """Bytes from slot to slot in the addresses of their tensors: no GPU has as many."""
 
-_slots = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
+with torch.inference_mode():  # views of others count their versions, which takes as long again
+    _slots = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
 
 
-@functools.cache
-def _slots_of(dtype: torch.dtype) -> Tensor:
-    return _slots.view(dtype)
-
-
-def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
+@functools.lru_cache(4096)  # calls that differ in their lengths have parameters, pools and indices in the same places
+def tensor_at(
+    address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+) -> Tensor:
     """A tensor in slots, by default a dense one."""
     if strides is None:
-        strides, count = [], 1
+        count, strides = 1, ()
         for n in reversed(shape):
-            strides.insert(0, count)
-            count *= max(n, 1)
-    return _slots_of(dtype).as_strided(shape, strides, address // dtype.itemsize)
+            count, strides = count * max(n, 1), (count, *strides)
+    return _slots.view(dtype).as_strided(shape, strides, address // dtype.itemsize)
 
 
 class Slots:
@@ -67,7 +64,7 @@ class Slots:
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """An output or scratch, in a slot of its own."""
-        x = tensor_at(self._next(), shape, dtype)
+        x = tensor_at(self._next(), tuple(shape), dtype)
         self.sizes[-1] = x.nbytes
         if zeroed:
             self.zeroed.add(len(self.sizes) - 1)
@@ -86,7 +83,7 @@ def in_slots(t: T) -> T:
     """A call's tensors as a plan is built from them."""
     present = t.present()
     memory = Slots(t.device, tuple(present))
-    return replace(t, **{role: memory.take(x) for role, x in present.items()}, memory=memory)
+    return replaced(t, **{role: memory.take(x) for role, x in present.items()}, memory=memory)
 
 
 def sizes(layout: Layout) -> list[int]:
