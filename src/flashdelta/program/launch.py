@@ -59,9 +59,6 @@ HOPPER_PTXAS = "--regAllocOptLevel=4"
 Blackwell GPUs; kernels with 255 registers then spill up to 248 bytes and take up to a quarter longer (docs/machine-code.md)."""
 
 
-NUMBERS = (int, float, type(None))
-
-
 class Prepared(NamedTuple):
     """A launch made ready: what starts it, and what that takes but for the stream and addresses: those of tensors, and of what
     tensor descriptors describe, by their place in the call."""
@@ -104,11 +101,13 @@ class Launch:
         microseconds per launch."""
         call, tensors, described = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments], [], []
         for i, x in enumerate(self.arguments, ARGUMENTS):
+            if x is None or isinstance(x, (int, float)):
+                continue
             if isinstance(x, torch.Tensor):
                 if x.numel() > 0:
                     tensors.append((i, x))
                 call[i] = 0
-            elif not isinstance(x, NUMBERS):
+            else:
                 described.append((i, x.base))
                 call[i] = replaced(x, base=None)
         call += self.constants.values()
@@ -223,13 +222,13 @@ def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     """Properties that set the machine code: types, which arguments are None, alignment of addresses, and of some integers."""
     found: list[object] = []
     for x, parameter in zip(arguments, kernel.params):
-        if isinstance(x, int):
+        if x is None:
+            found.append("none")
+        elif isinstance(x, int):
             # Triton compiles integers that are 1 or multiples of 16 on their own
             found.append(None if parameter.do_not_specialize else (x == 1, x % 16 == 0, x > 2**31 - 1))
         elif isinstance(x, torch.Tensor):
             found += x.dtype, x.data_ptr() % 16
-        elif x is None:
-            found.append("none")
     return found
 
 

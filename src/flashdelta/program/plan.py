@@ -108,7 +108,9 @@ class Plan:
         if written is not None:
             self.writes, self.refuse = written.places, written.refuse
             sizes = [0 if x is None else extent(x) for x in tensors]
-            pairs = [(i, [(j, sizes[j]) for j in others if sizes[j] > 0]) for i, others in written.pairs if sizes[i] > 0]
+            pairs = [
+                (i, [(j, sizes[j]) for j in others if sizes[j] > 0]) for i, others in written.pairs if sizes[i] > 0
+            ]
             self.disjoint = [(i, sizes[i], others) for i, others in pairs if others]
 
     def _prepare(self) -> list[Bound]:
