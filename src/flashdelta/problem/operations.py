@@ -310,9 +310,9 @@ def check_gradients(c: Arguments) -> None:
 def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> dict[str, Any]:
     """The settings of attention. Brings parameters of the gate into the shape by head (and channel)."""
     if c.A_log is not None and c.A_log.dim() == 4:
-        c.A_log = c.A_log.reshape(c.sizes["HV"])
+        c.A_log = c.A_log.view(c.sizes["HV"])
     if c.dt_bias is not None and c.dt_bias.dim() == 1:
-        c.dt_bias = c.dt_bias.reshape(getattr(c, g).shape[2:])
+        c.dt_bias = c.dt_bias.view(getattr(c, g).shape[2:])
     return dict(
         scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,

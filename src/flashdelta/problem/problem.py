@@ -596,6 +596,8 @@ def record_counts(problem: StepProblem | CommitProblem, records: Tensor) -> Tens
     return records[:, 0, :, begin : begin + RECORD_COUNTS]
 
 
+P = TypeVar("P", bound=Problem)
+
 FAMILIES: tuple[type[Problem], ...] = (
     *(NormProblem, ConvolutionProblem, ChunkProblem, WyProblem, StepProblem, FusedProblem, CommitProblem),
 )
@@ -605,6 +607,6 @@ DERIVED = {family: {f.name: f.metadata["derived"] for f in fields(family) if f.m
 DEFAULTS = {family: {f.name: f.default for f in fields(family) if f.default is not MISSING} for family in FAMILIES}
 
 
-def problem_of(family: type[T], t: Tensors, **settings: Any) -> T:
+def problem_of(family: type[P], t: Tensors, **settings: Any) -> P:
     """The problem of tensors already validated."""
     return record(family, DEFAULTS[family] | settings | {name: derive(t) for name, derive in DERIVED[family].items()})
