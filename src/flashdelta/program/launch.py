@@ -230,8 +230,3 @@ def _specialization(kernel: JITFunction, arguments: tuple) -> list:
         elif isinstance(x, torch.Tensor):
             found += x.dtype, x.data_ptr() % 16
     return found
-
-
-def strides(*tensors: torch.Tensor) -> list[int]:
-    """Strides of the batch, the token and the head."""
-    return [s for x in tensors for s in x.stride()[:3]]

@@ -81,7 +81,8 @@ class Dispatcher:
             if isinstance(problem, ChunkProblem) and problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
             return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
-        if tracing or not all(map(is_plain, t.present().values())):
+        # a call that has a key has nothing but plain tensors
+        if tracing or (key is None and not all(map(is_plain, t.present().values()))):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             found = torch_ops.call(problem, t, backend.name)
             if not tracing:

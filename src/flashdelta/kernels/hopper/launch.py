@@ -92,6 +92,7 @@ def prepare_wy_inputs(t: WyTensors) -> tuple[WyTensors, list[Launch]]:
     return t, offsets + of_rows + others
 
 
+@functools.lru_cache(8)  # the stages of a call have it in common
 def tiles(x: torch.Tensor) -> TensorDescriptor:
     """A descriptor of the workspace's tiles."""
     return describe(x, (TILE, TILE))
