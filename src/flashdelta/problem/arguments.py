@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -139,7 +139,8 @@ class Arguments:
 
     def __init__(self, given: Mapping[str, Any], dry: bool = False):
         vars(self).update(given)
-        self.dry = dry
+        self.read: Callable[[Tensor], Tensor] = (lambda x: x) if dry else resolved
+        """A tensor as memory has it; a `dry` check copies nothing."""
         self.sizes: dict[str, int] = {}
         self.first, self.device = "", torch.device("cpu")
         self.tensors: dict[str, Tensor] = {}
@@ -240,10 +241,6 @@ class Arguments:
 
     def requires_grad(self) -> bool:
         return torch.is_grad_enabled() and any([x.requires_grad for x in self.tensors.values()])
-
-    def read(self, x: Tensor) -> Tensor:
-        """The tensor as memory has it; a `dry` check copies nothing."""
-        return x if self.dry else resolved(x)
 
     def made(
         self, problem: type[Problem], tensors: type[Tensors], called: Mapping[str, str] | None = None, **settings: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -88,7 +89,7 @@ def in_slots(t: T) -> T:
 
 def sizes(layout: Layout) -> list[int]:
     """Bytes from each tensor to the next."""
-    exact = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
+    exact = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
     return [-(-n // ALIGNMENT) * ALIGNMENT for n in exact]
 
 

@@ -109,8 +109,8 @@ class Dispatcher:
 
     def sources(self, t: Tensors, tensors: Sequence[Tensor | None]) -> list[int]:
         """The place of the caller's tensor that each of `t` is, or is a view of: q, k and v may be parts of rows."""
-        name_of, rows = self.operation.name_of, self.place.get(self.operation.rows, -1)
-        found = (self.place.get(name_of(role), rows) for role in t.present())
+        place, called, rows = self.place, self.operation.called, self.place.get(self.operation.rows, -1)
+        found = [place.get(called.get(role, role), rows) for role in t.present()]
         return [rows if tensors[i] is None else i for i in found]
 
     def writes(self, given: Mapping[str, Any]) -> list[int]:
