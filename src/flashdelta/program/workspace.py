@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -93,37 +92,18 @@ def sizes(layout: Layout) -> list[int]:
     return [-(-n // ALIGNMENT) * ALIGNMENT for n in exact]
 
 
-class Workspace:
-    """`workspace["w"]` is a tensor of the layout, and `workspace.get("w")` is None where the layout has none of that name.
-    `buffer` holds them all but those `beside`, which lie elsewhere."""
+class Workspace(dict[str, Tensor]):
+    """The tensors of a layout, by name. `buffer` holds them all but those `beside`, which lie elsewhere."""
 
     def __init__(self, layout: Layout, buffer: Tensor, beside: Mapping[str, Tensor] | None = None):
+        super().__init__()
         self.buffer, address = buffer, buffer.storage_offset()
-        self._tensors = dict[str, Tensor]()
         for (name, kind), nbytes in zip(layout.items(), sizes(layout)):
-            self._tensors[name] = tensor_at(address, *kind)
+            self[name] = tensor_at(address, *kind)
             address += nbytes
-        self._tensors.update(beside or {})
+        self.update(beside or {})
 
     @classmethod
     def allocate(cls, layout: Layout, memory: Slots, beside: Mapping[str, Tensor] | None = None) -> Workspace:
         layout = {name: kind for name, kind in layout.items() if name not in (beside or ())}
         return cls(layout, memory.new([sum(sizes(layout))], torch.uint8), beside)
-
-    def having(self, others: Mapping[str, Tensor]) -> Workspace:
-        """A copy with other tensors of these names."""
-        found = copy.copy(self)
-        found._tensors = {**self._tensors, **others}
-        return found
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def get(self, name: str) -> Tensor | None:
-        return self._tensors.get(name)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(self._tensors)
-
-    def select(self, *names: str) -> list[Tensor | None]:
-        return [self._tensors.get(name) for name in names]

@@ -49,7 +49,7 @@ class Kept:
         gradients of the states after segments."""
         if not self.split:
             return [None, None, None]
-        first_segment, offsets, ends = self.workspace.select("first_segment", "offsets", "starts")
+        first_segment, offsets, ends = [self.workspace.get(x) for x in ("first_segment", "offsets", "starts")]
         return [first_segment, offsets if scanned is None else None, ends]
 
 
@@ -159,7 +159,7 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
         kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
     else:
         kept = stages.kept()
-        steps = stages.scan(replaced(kept, workspace=kept.workspace.having(stages.segments)), None, None)
+        steps = stages.scan(replaced(kept, workspace=kept.workspace | stages.segments), None, None)
         exchanges = [i for i, step in enumerate(steps) if isinstance(step, Exchange)]
         # what follows the exchange of states, or `prepare`, may wait
         first = max(exchanges, default=0) + 1

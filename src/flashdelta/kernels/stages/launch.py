@@ -25,7 +25,7 @@ from ...problem.problem import (
     Tensors,
 )
 from ...program.launch import Launch
-from ...program.workspace import Layout, Workspace
+from ...program.workspace import Layout
 from .copy import T, laid_out, read
 
 
@@ -36,13 +36,13 @@ class StageCall:
     problem: ChunkProblem
     t: ChunkTensors
     arch: int
-    workspace: Workspace
+    workspace: dict[str, Tensor]
     packet: Tensor | None = None
     """Where the first of two ranks leaves the states of sequences that go on to the second (`merge.py`)."""
 
     def left(self, *names: str) -> dict[str, Tensor | None]:
         """Tensors of the workspace by name, None where it has none of that name."""
-        return dict(zip(names, self.workspace.select(*names)))
+        return {name: self.workspace.get(name) for name in names}
 
     @property
     def may_split(self) -> bool:
