@@ -247,10 +247,13 @@ class HopperBackend(Backend):
 def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Executable:
     """The plan for Hopper; the portable one for steps that its kernels leave: few states, or states on no 16 bytes."""
     from .kernels.hopper.build import build
-    from .kernels.triton.build import build as portable
 
     plan = build(problem, t, arch)
-    return portable(problem, t, arch) if plan is None else plan
+    if plan is None:
+        from .kernels.triton.build import build as portable
+
+        return portable(problem, t, arch)
+    return plan
 
 
 class TritonBackend(Backend):

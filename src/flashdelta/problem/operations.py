@@ -316,9 +316,9 @@ def check_gradients(c: Arguments) -> None:
 def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> dict[str, Any]:
     """The settings of attention. Brings parameters of the gate into the shape by head (and channel)."""
     if c.A_log is not None and c.A_log.dim() == 4:
-        c.A_log = c.A_log.reshape(c.sizes["HV"])
+        c.A_log = c.A_log.view(c.sizes["HV"])
     if c.dt_bias is not None and c.dt_bias.dim() == 1:
-        c.dt_bias = c.dt_bias.reshape(getattr(c, g).shape[2:])
+        c.dt_bias = c.dt_bias.view(getattr(c, g).shape[2:])
     return dict(
         scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,
@@ -560,7 +560,7 @@ def validate_prefill(c: Arguments) -> Made:
     name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
     rule(name, size in PREFILL_SIZES, f"one of {', '.join(map(str, PREFILL_SIZES))}", f"(K, V, C) = {size}")
     c.refuse_gradients(NO_GRADIENTS["prefill"])
-    return prefill_problem(c, {name: c.read(name) for name in c.tensors})
+    return prefill_problem(c, {name: c.read(x) for name, x in c.tensors.items()})
 
 
 def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem, ChunkTensors]:
@@ -741,7 +741,7 @@ class Operation:
     validate: Callable[[Arguments], Made]
     may_write: tuple[str, ...] = ()
     called: Mapping[str, str] = field(default_factory=dict)
-    reads: Callable[[Arguments], str | None] = lambda c: None
+    reads: Callable[[Mapping[str, Any]], str | None] = lambda given: None
     may_share: tuple[str, str] = ("", "")
     rows: str = ""
 
@@ -754,7 +754,7 @@ class Operation:
 
     def written(self, given: Mapping[str, object]) -> list[str]:
         """The caller's names of the tensors that a call writes."""
-        read = self.reads(Arguments(given))
+        read = self.reads(given)
         return [name for name in self.may_write if name != read and given.get(name) is not None]
 
     def overlaps(self, names: list[str]) -> dict[str, list[str]]:
@@ -787,9 +787,10 @@ class Operation:
         if torch.compiler.is_compiling() or all([tensors.get(name) is None for name in self.may_write]):
             return
         places = {name: place for name, x in tensors.items() if (place := memory(x)) is not None}
-        for name, others in self.overlaps([*places]).items():
-            for other in others if name in places else ():
-                if places[other][0] < places[name][1] and places[name][0] < places[other][1]:
+        for name in self.may_write:
+            begin, end = places.pop(name, (0, 0))  # so that each pair is there once
+            for other, (first, last) in places.items():
+                if first < end and begin < last and {name, other} != {*self.may_share}:
                     raise wrong(name, f"memory shared with {other}", "in memory of its own")
 
 
@@ -802,7 +803,7 @@ DECODE = Operation(
     validate_decode,
     ("output", "intermediate_states", "initial_state"),
     DECODE_NAMES,
-    reads=lambda c: None if c.update_state else "initial_state",
+    reads=lambda given: None if given["update_state"] else "initial_state",
     may_share=("initial_state", "initial_state_source"),
     rows="mixed_qkv",
 )
@@ -811,7 +812,7 @@ COMMIT = Operation(
     validate_commit,
     ("intermediate_states", "initial_state"),
     DECODE_NAMES,
-    reads=lambda c: None if is_record(c.intermediate_states) else "intermediate_states",
+    reads=lambda given: None if is_record(given["intermediate_states"]) else "intermediate_states",
 )
 PREFILL = Operation("prefill", validate_prefill)
 WY = Operation("wy", validate_wy)
@@ -822,7 +823,7 @@ FUSED_DECODE = Operation(
     validate_fused_decode,
     ("output", "intermediate_states", "conv_state", "state"),
     FUSED_NAMES,
-    reads=lambda c: None if c.intermediate_states is None else "state",
+    reads=lambda given: None if given["intermediate_states"] is None else "state",
     may_share=("conv_state", "state"),
     rows="x",
 )

@@ -13,8 +13,8 @@ from triton.compiler import CompiledKernel
 
 from ..parallel.exchange import Exchange, as_bytes
 from ..problem.arguments import extent
-from ..problem.problem import Problem, Tensors, Written
-from .launch import STREAM, Address, Launch, Prepared, current_device, current_stream, hooked, show, with_base
+from ..problem.problem import Problem, Tensors, Written, replaced
+from .launch import STREAM, Address, Launch, Prepared, current_device, current_stream, hooked, show
 from .workspace import Slots
 
 Step = Launch | Exchange
@@ -107,8 +107,10 @@ class Plan:
         self.count = len(tensors)
         if written is not None:
             self.writes, self.refuse = written.places, written.refuse
-            sizes = {i: extent(x) for i, x in enumerate(tensors) if x is not None and x.numel() > 0}
-            pairs = [(i, [(j, sizes[j]) for j in others if j in sizes]) for i, others in written.pairs if i in sizes]
+            sizes = [0 if x is None else extent(x) for x in tensors]
+            pairs = [
+                (i, [(j, sizes[j]) for j in others if sizes[j] > 0]) for i, others in written.pairs if sizes[i] > 0
+            ]
             self.disjoint = [(i, sizes[i], others) for i, others in pairs if others]
 
     def _prepare(self) -> list[Bound]:
@@ -187,7 +189,7 @@ class Plan:
             for position, at, offset in places:
                 call[position] = addresses[at] + offset
             for position, at, offset in described:
-                call[position] = with_base(call[position], Address(addresses[at] + offset))
+                call[position] = replaced(call[position], base=Address(addresses[at] + offset))
             if seen and kernel is not None:
                 show(kernel, call)
             act(*call)

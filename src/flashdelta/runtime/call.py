@@ -81,7 +81,8 @@ class Dispatcher:
             if isinstance(problem, ChunkProblem) and problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
             return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
-        if tracing or not all(map(is_plain, t.present().values())):
+        # a call that has a key has nothing but plain tensors
+        if tracing or (key is None and not all(map(is_plain, t.present().values()))):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             found = torch_ops.call(problem, t, backend.name)
             if not tracing:
@@ -108,8 +109,8 @@ class Dispatcher:
 
     def sources(self, t: Tensors, tensors: Sequence[Tensor | None]) -> list[int]:
         """The place of the caller's tensor that each of `t` is, or is a view of: q, k and v may be parts of rows."""
-        name_of, rows = self.operation.name_of, self.place.get(self.operation.rows, -1)
-        found = (self.place.get(name_of(role), rows) for role in t.present())
+        place, called, rows = self.place, self.operation.called, self.place.get(self.operation.rows, -1)
+        found = [place.get(called.get(role, role), rows) for role in t.present()]
         return [rows if tensors[i] is None else i for i in found]
 
     def writes(self, given: Mapping[str, Any]) -> list[int]:
