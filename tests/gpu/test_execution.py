@@ -409,7 +409,13 @@ def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
     call = gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend)
     problem, _ = check(fd.chunk_kda, **call)
     fd.chunk_kda(**call)  # what it returns is freed, what compilation leaves stays
-    workspace = sum(sizes(importlib.import_module(f"flashdelta.{backend}.launch").layout(problem)))
+    workspace = sum(
+        sizes(
+            importlib.import_module(f"flashdelta.kernels.{'stages' if backend == 'triton' else backend}.launch").layout(
+                problem
+            )
+        )
+    )
     assert workspace > 2**25
     for _ in range(CALLS_TO_A_REPLAY + 1):
         results, kept, peak = requested_bytes(lambda: fd.chunk_kda(**call))

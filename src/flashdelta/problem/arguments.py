@@ -140,7 +140,8 @@ class Arguments:
     """
 
     def __init__(self, given: Mapping[str, Any], dry: bool = False):
-        vars(self).update(given)
+        for name, value in given.items():  # PyTorch 2.11 does not trace an update of `vars`
+            setattr(self, name, value)
         self.read: Callable[[Tensor], Tensor] = (lambda x: x) if dry else resolved
         """A tensor as memory has it; a `dry` check copies nothing."""
         self.sizes: dict[str, int] = {}
@@ -250,8 +251,8 @@ class Arguments:
         self, problem: type[Problem], tensors: type[Tensors], called: Mapping[str, str] | None = None, **settings: Any
     ) -> Made:
         """The problem, and the tensors by role. `called`: the names of roles, where they differ."""
-        given, called = vars(self), called or {}
-        found = {role: given.get(called.get(role, role)) for role in tensors.__dataclass_fields__}
+        called = called or {}
+        found = {role: getattr(self, called.get(role, role), None) for role in tensors.__dataclass_fields__}
         t = record(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
         return problem_of(problem, t, **settings), t
 

@@ -48,6 +48,8 @@ DEFAULT_PRECISION: Precision = "tf32x3"
 
 def record(kind: type[T], values: Mapping[str, Any]) -> T:
     """Makes a frozen dataclass of all its fields: its `__init__` sets one after the other, which takes five times as long."""
+    if torch.compiler.is_compiling():  # PyTorch 2.11 does not trace an update of `vars`
+        return kind(**values)
     made = kind.__new__(kind)
     vars(made).update(values)
     return made
@@ -76,7 +78,8 @@ class Tensors:
     """Where the tensors lie (`workspace.Slots`)."""
 
     def present(self) -> dict[str, Tensor]:
-        return {role: x for role, x in vars(self).items() if x is not None and role != "memory"}
+        roles = self.__dataclass_fields__
+        return {role: x for role in roles if (x := getattr(self, role)) is not None and role != "memory"}
 
     def caller_outputs(self) -> dict[str, Tensor]:
         """Results by name that are tensors of the caller's."""

@@ -118,6 +118,10 @@ class Launch:
         call[STREAM + 1 : STREAM + 3] = kernel.function, kernel.packed_metadata
         return Prepared(act, call, tensors, described, kernel)
 
+    def run(self) -> None:
+        """Runs the kernel on tensors that have memory, by Triton's own way."""
+        self.kernel[self.ctas, self.rows](*self.arguments, **self.constants, **self.options())
+
     def compile(self) -> None:
         """Compiles the kernel and loads its machine code; launches nothing."""
         if self.ctas > 0:
@@ -155,8 +159,7 @@ def show(kernel: CompiledKernel, call: list) -> None:
 
 def interpret(launch: Launch, *call: Any) -> None:
     """Runs the kernel by Triton's interpreter."""
-    arguments = on_cpu(launch.arguments, call[ARGUMENTS:])
-    launch.kernel[call[0], call[1]](*arguments, **launch.constants, **launch.options())
+    replaced(launch, arguments=on_cpu(launch.arguments, call[ARGUMENTS:])).run()
 
 
 def on_cpu(arguments: Sequence[Any], given: Sequence[Any]) -> list[Any]:
