@@ -36,7 +36,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full mutants test-integrations test-newest hub record gate compile-all gpu-test fuzz release-check lint format docs bench clean
+.PHONY: help demo check test test-full mutants test-integrations test-newest test-oldest hub record gate compile-all gpu-test fuzz release-check lint format docs bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,13 @@ test-newest: ## the newest PyTorch, Triton, FLA, transformers, vLLM and SGLang t
 	@$(WEEKLY)/bin/flashdelta doctor --device cpu
 	@FLASHDELTA_WHEELS=$(WEEKLY)/wheels FLASHDELTA_NEWEST=$$(echo $(WEEKLY)/lib/python3*/site-packages) OMP_NUM_THREADS=1 \
 		$(WEEKLY)/bin/python -m pytest -q -n auto --maxschedchunk 1 tests/unit tests/contract
+
+test-oldest: ## the unit tests on the oldest PyTorch and Triton that run, in a venv of their own (downloads 3 GB)
+	@rm -rf $(WEEKLY)
+	@$(PYTHON) -m venv $(WEEKLY)
+	@echo "installing PyTorch 2.11.0 and Triton 3.6.0 into $(WEEKLY)"
+	@$(WEEKLY)/bin/python -m pip --quiet --disable-pip-version-check install -e '.[test]' torch==2.11.0 triton==3.6.0
+	@OMP_NUM_THREADS=1 $(WEEKLY)/bin/python -m pytest -q -n auto --maxschedchunk 1 tests/unit
 
 record: $(STAMP) $(OLDEST_STAMP) ## record machine code and launches of what changed
 	@$(BIN)/python -m tests.compile record
