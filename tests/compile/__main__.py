@@ -1,6 +1,7 @@
 """Records and compares the machine code of all kernels.
 
 python -m tests.compile record              # compile what changed, and write what it is
+python -m tests.compile launches            # write launches.tsv alone: compiles nothing, takes half a minute
 python -m tests.compile all [FOLDER ...]    # compile everything from nothing, with Tritons in folders, too
 python -m tests.compile gate --base REV     # what changed since a git revision
 """
@@ -98,12 +99,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record")
+    commands.add_parser("launches")
     commands.add_parser("all").add_argument("folders", nargs="*", type=Path)
     commands.add_parser("gate").add_argument("--base", default="HEAD")
     arguments = parser.parse_args()
     try:
         if arguments.command == "record":
             record()
+        elif arguments.command == "launches":
+            launches.write()
         elif arguments.command == "all":
             compile_all([*toolchains().values(), *map(Toolchain, arguments.folders)])
         else:

@@ -79,7 +79,7 @@ def test_machine_code_is_as_recorded(toolchain: str, tmp_path: Path):
 
 def test_launches_are_as_recorded():
     wrong = launches.differences(launches.parse(launches.FILE.read_text()), launches.traced())
-    assert not wrong, "if this is meant: make record\n" + "\n".join(wrong)
+    assert not wrong, "if this is meant: python -m tests.compile launches\n" + "\n".join(wrong)
 
 
 def test_page_shows_what_is_recorded():

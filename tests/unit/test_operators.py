@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -362,25 +362,22 @@ class Asked(Exception):
     pass
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda, fd.kda_prefill])
-def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
+every_function = pytest.mark.parametrize("call", road.CALLS.values(), ids=lambda call: call.function.__name__)
+
+
+@every_function
+def test_every_argument_is_passed_under_its_own_name(call: road.Dispatcher, monkeypatch: pytest.MonkeyPatch):
     """A forgotten one would let a call run as an earlier one that differs in it."""
-    seen = []
-
-    def key(kind, tensors, options):
-        seen.extend((*tensors, *options))
-        raise Asked
-
-    monkeypatch.setattr(road.CACHE, "find", key)
-    # what stands for a context is worked out first
-    names = inspect.signature(op).parameters.keys() - {"cp_context", "group"}
-    arguments = {name: torch.empty(0) if name in TOKEN_TENSORS else object() for name in names}
+    find = mock.Mock(side_effect=Asked)
+    monkeypatch.setattr(road.CACHE, "find", find)
     with pytest.raises(Asked):
-        op(**arguments)
-    assert [name for name, x in arguments.items() if not any(x is other for other in seen)] == []
+        call.function(**{name: name for name in call.signature.parameters if name != "positional"})
+    _, tensors, options = find.call_args.args
+    assert tensors == tuple(name if name in call.signature.parameters else None for name in call.tensors)
+    assert options == call.options
 
 
-@pytest.mark.parametrize("call", road.CALLS.values(), ids=lambda call: call.function.__name__)
+@every_function
 def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: road.Dispatcher):
     """Only calls on a GPU are replayed."""
     if call.operation.no_gradients is not None:

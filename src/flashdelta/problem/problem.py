@@ -40,6 +40,9 @@ RECORD_COUNTS = 4
 RECORD_MULTIPLE = 16
 """Of the width of replay records. With any number of heads strides are multiples of 16 then, so that kernels compile once."""
 
+L2_EPS = 1e-6
+"""Added to the sum of squares of a row of q or k."""
+
 DEFAULT_PRECISION: Precision = "tf32x3"
 """21 mantissa bits or more, on tensor cores; true float32 products run on the ordinary units."""
 
@@ -246,12 +249,12 @@ def is_record(states: Tensor | None) -> bool:
 
 
 def derived(by: Callable[[Any], Any]) -> Any:
-    """A field that is derived from the tensors. The others are settings."""
+    """A field that `by` derives from the tensors. The others are settings."""
     return field(metadata={"derived": by})
 
 
 def settings_of(family: type[Problem]) -> dict[str, str]:
-    """The settings of a problem and their types: an option of a public function that has the name of one is it."""
+    """The fields that are not derived from tensors, and their types. A public function's option of that name sets the field."""
     return {f.name: str(f.type) for f in fields(family) if not f.metadata}
 
 
@@ -490,10 +493,10 @@ class ChunkProblem(AttentionProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class WyProblem(ChunkProblem):
-    """`rows`: chunks that `h` and `dh` hold of a batch row, whose dtypes are `state_dtype` and `state_grad_dtype`."""
+    """`rows`: chunks that `h` and `dh` hold of a batch row."""
 
-    state_dtype: torch.dtype = derived(lambda t: t.h.dtype)
-    state_grad_dtype: torch.dtype = derived(lambda t: t.dh.dtype)
+    h_dtype: torch.dtype = derived(lambda t: t.h.dtype)
+    dh_dtype: torch.dtype = derived(lambda t: t.dh.dtype)
     A_dtype: torch.dtype = derived(lambda t: t.A.dtype)
     rows: int = derived(lambda t: t.h.shape[1])
 

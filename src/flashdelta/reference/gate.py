@@ -7,10 +7,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from ..problem.problem import AttentionProblem, AttentionTensors, Problem
+from ..problem.problem import L2_EPS, AttentionProblem, AttentionTensors, Problem
 from .sequences import token_sequences
-
-L2_EPS = 1e-6
 
 
 def compute_dtype(problem: Problem) -> torch.dtype:
@@ -50,7 +48,7 @@ def beta_of(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
 
 
 def l2_normalize(x: torch.Tensor) -> torch.Tensor:
-    """`x / sqrt(sum x^2 + 1e-6)` over the last dimension; a zero row stays zero."""
+    """`x / sqrt(sum x^2 + L2_EPS)` over the last dimension; a zero row stays zero."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 

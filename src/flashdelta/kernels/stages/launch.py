@@ -78,7 +78,7 @@ FIELDS = {
     **dict(C="chunk_size", GATE="gate", BETA="beta_kind", L2NORM="l2norm", SAFE="safe_gate", V_FIRST="state_v_first"),
     **dict(GROUP="group", W="taps", L="state_length", chunk_slots="slots", lowest="lowest_index"),
 }
-"""Fields of a problem that kernels name otherwise."""
+"""Kernels' own names for fields of a problem."""
 
 AXES = {"batch": 0, "token": 1, "head": 2}
 
@@ -99,7 +99,7 @@ def bind(
     one that is absent; a `lower_bound` that is absent is 0, too.
 
     Raises:
-        AttributeError: a parameter that none of them has.
+        AttributeError: a parameter that none of them has, with the kernel's name.
     """
 
     def value(name: str) -> Any:
@@ -111,8 +111,12 @@ def bind(
         if dimension in AXES and of:
             x = value(of)
             return 0 if x is None else stride(of, x, AXES[dimension])
-        field = getattr(problem, FIELDS.get(name, name))
-        return 0.0 if name == "lower_bound" and field is None else field
+        field = FIELDS.get(name, name)
+        if not hasattr(problem, field):
+            where = f"the launcher, {type(t).__name__} nor {type(problem).__name__} (by its name in FIELDS) has it"
+            raise AttributeError(f"{kernel.__name__} has a parameter {name!r}, but neither {where}")
+        x = getattr(problem, field)
+        return 0.0 if name == "lower_bound" and x is None else x
 
     arguments, constants = [], {}
     for name, constant in parameters(kernel):
