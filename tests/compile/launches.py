@@ -25,13 +25,13 @@ from flashdelta.program.launch import Launch, base_of
 from flashdelta.program.plan import Plan
 from flashdelta.runtime.call import check
 
-from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..support.cases import BF16, CASES, FP32, Case
+from ..gpu.calls import KIMI, UNBOUNDED, on_gpu, takes_hopper
+from ..support.cases import BF16, CASES, FP32
 from ..support.decoding import STEPS, make_step
 from ..support.decoding_checks import REPLAYED, replay_buffer
 from ..support.inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
-from ..support.oracle import as_recurrent
-from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, SPLITS, as_recurrent_pool, pool_call
+from ..support.oracle import NO_H, as_recurrent
+from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, SPLITS, pool_call
 from ..support.prefills import CASES as PREFILLS
 from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.split_cases import LENGTHS, split_call, split_pool_call
@@ -122,10 +122,6 @@ def in_dtype(call: dict, dtype: torch.dtype) -> dict:
     return call | {name: call[name].to(dtype) for name in TOKEN_TENSORS if call[name].dtype == own}
 
 
-def takes_hopper(case: Case) -> bool:
-    return case.chunk_size == 64 and case.V >= 64
-
-
 def cases() -> Iterator[Traced]:
     models = [
         replace(model, name=f"{model.name} H{heads}", T=8192, H=heads, HV=heads)
@@ -141,7 +137,7 @@ def cases() -> Iterator[Traced]:
         if takes_hopper(on_gpu(case)):
             yield from both_ways(f"chunk {case.name}", wide, "hopper")
     for pool in PLAIN_POOLS:
-        call = as_recurrent_pool(pool_call(pool, BF16))
+        call = as_recurrent(pool_call(pool, BF16))
         yield Traced(f"recurrent pool {pool.name}, triton", fd.fused_recurrent_kda, call)
     kinds = {"pool": PLAIN_POOLS + CHECKPOINT_POOLS, "buffer": BUFFERS + SPLITS}
     for name, pool in ((f"{kind} {pool.name}", pool) for kind, pools in kinds.items() for pool in pools):
@@ -186,8 +182,7 @@ FOR_MANY = patch("flashdelta.kernels.hopper.decode.DECODE_FEW", 0)
 
 def both_ways(name: str, call: dict, backend: str) -> Iterator[Traced]:
     yield Traced(f"{name}, {backend}", fd.chunk_kda, call, backend)
-    call = call | {"return_intermediate_states": False}
-    yield Traced(f"{name}, {backend}, backward", fd.chunk_kda, call, backend, backward=True)
+    yield Traced(f"{name}, {backend}, backward", fd.chunk_kda, call | NO_H, backend, backward=True)
 
 
 def traced() -> Traces:

@@ -14,7 +14,7 @@ from flashdelta.problem import device_checks
 
 from ..support.cases import BY_NAME, CASES, Case, case_id, named
 from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import as_recurrent, same_bits
+from ..support.oracle import CHUNK_ONLY, as_recurrent, same_bits
 from ..support.refusals import (
     FORWARD,
     REFUSED,
@@ -71,10 +71,9 @@ def test_a_hint_about_speed_is_never_refused():
 # ---- signatures -----------------------------------------------------------------------------------------------------
 
 OF_OTHERS = ("sclae", "use_qk_l2norm", "transpose_state_layout", "head_first")
-OF_CHUNKS = ("checkpoint_states", "checkpoint_every", "safe_gate", "chunk_size", "return_intermediate_states", "split")
 UNKNOWN = {
     fd.chunk_kda: OF_OTHERS,
-    fd.fused_recurrent_kda: (*OF_OTHERS, *OF_CHUNKS),
+    fd.fused_recurrent_kda: (*OF_OTHERS, *CHUNK_ONLY),
     fd.recurrent_kda: ("sclae", "state_pool", "out", "state_indices", "transpose_state_layout"),
 }
 

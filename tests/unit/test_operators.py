@@ -24,7 +24,6 @@ from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import BACKWARD_WY, operator_of
 
-from ..full import FULL
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id, named
 from ..support.decoding import BY_NAME as STEPS
 from ..support.decoding import make_step, memory_of
@@ -91,8 +90,8 @@ OTHERS = [
 ]
 WITH_OUT = [
     *whole_sequences("bounded", "packed_int32"),
-    *(POOL_CALLS if FULL else POOL_CALLS[::3]),
-    *steps(*(TRACED_STEPS if FULL else TRACED_STEPS[::2])),
+    *POOL_CALLS,
+    *steps(*TRACED_STEPS),
 ]
 
 
