@@ -191,14 +191,7 @@ TENSORS: dict[str, Callable[[Tensor], object]] = {
     "grad": lambda x: x.detach().clone().requires_grad_(),
 }
 WRITTEN = (
-    "out",
-    "output",
-    "final_state",
-    "state_pool",
-    "checkpoint_states",
-    "intermediate_states",
-    "state",
-    "conv_state",
+    *("out", "output", "final_state", "state_pool", "checkpoint_states", "intermediate_states", "state", "conv_state"),
 )
 SHARED = (("conv_state", "state"), ("state", "conv_state"), ("initial_state_source", "initial_state"))
 """Tensors that may lie in one buffer."""

@@ -37,14 +37,6 @@ CHECKPOINTS = ("checkpoint_offsets", "checkpoint_indices", "checkpoint_states")
 SPECULATIVE = ("num_accepted_tokens", "source_pool", "source_indices", "intermediate_states", "intermediate_indices")
 
 
-def schema_of(family: type[Problem], name: str, annotation: str) -> str:
-    """A setting as schemas write it."""
-    kind = annotation.removesuffix(" | None")
-    if kind not in ("bool", "int", "float", "str"):
-        raise TypeError(f"{family.__name__}.{name} must be a bool, int, float or str, or None; got {annotation}")
-    return f"{annotation.replace(' | None', '?')} {name}"
-
-
 class Operator:
     """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes."""
 
@@ -59,7 +51,10 @@ class Operator:
         self.name, self.family, self.roles, self.results, self.writes = name, family, roles, results, writes
         settings, required = settings_of(family.problem), required_roles(family.tensors)
         self.settings = tuple(settings)
-        types = [schema_of(family.problem, *setting) for setting in settings.items()]
+        for field, type_ in settings.items():
+            if type_.removesuffix(" | None") not in ("bool", "int", "float", "str"):
+                raise TypeError(f"{family.problem.__name__}.{field} must be of a type that schemas have; got {type_}")
+        types = [f"{type_.replace(' | None', '?')} {name}" for name, type_ in settings.items()]
         kinds = {role: f"Tensor({chr(97 + i)}!)" for i, role in enumerate(writes)}
         tensors = ", ".join(f"{kinds.get(role, 'Tensor')}{'' if role in required else '?'} {role}" for role in roles)
         self.schema = ", ".join([tensors, *types, "str backend"])

@@ -11,7 +11,7 @@ L2_EPS = tl.constexpr(problem.L2_EPS)
 
 
 @triton.jit
-def inverse_norms_at(x, rows, valid, K, BK, COUNT):
+def norms_at(x, rows, valid, K, BK, COUNT):
     """`1 / sqrt(sum x^2 + eps)` of `COUNT` rows, read `BK` channels at a time."""
     total = tl.zeros([COUNT], tl.float32)
     for s in tl.range(0, K, BK):
@@ -22,8 +22,8 @@ def inverse_norms_at(x, rows, valid, K, BK, COUNT):
 
 @triton.jit
 def norm_factors_at(x, tokens, valid, C, K, BK, L2NORM):
-    """Factors of a chunk's rows, `[C]`: `inverse_norms_at`, or 1 without `L2NORM`."""
+    """Factors of a chunk's rows, `[C]`: `norms_at`, or 1 without `L2NORM`."""
     norm = tl.full([C], 1.0, tl.float32)
     if L2NORM:
-        norm = inverse_norms_at(x, tokens, valid[:, None], K, BK, C)
+        norm = norms_at(x, tokens, valid[:, None], K, BK, C)
     return norm

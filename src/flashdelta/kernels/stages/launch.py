@@ -111,12 +111,11 @@ def bind(
         if dimension in AXES and of:
             x = value(of)
             return 0 if x is None else stride(of, x, AXES[dimension])
-        field = FIELDS.get(name, name)
-        if not hasattr(problem, field):
+        if not hasattr(problem, FIELDS.get(name, name)):
             where = f"the launcher, {type(t).__name__} nor {type(problem).__name__} (by its name in FIELDS) has it"
             raise AttributeError(f"{kernel.__name__} has a parameter {name!r}, but neither {where}")
-        x = getattr(problem, field)
-        return 0.0 if name == "lower_bound" and x is None else x
+        field = getattr(problem, FIELDS.get(name, name))
+        return 0.0 if name == "lower_bound" and field is None else field
 
     arguments, constants = [], {}
     for name, constant in parameters(kernel):
