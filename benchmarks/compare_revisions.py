@@ -3,7 +3,7 @@
     git worktree add build/base REV && python -m benchmarks.compare_revisions build/base --out FILE
 
 Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), and the `first` call
-of a length. GPU rows: microseconds of a call back to back, warm. `benchmarks.prefill --kernels` has the times of each kernel.
+of a size. GPU rows: microseconds of a call back to back, warm. `benchmarks.prefill --kernels` has the times of each kernel.
 """
 
 from __future__ import annotations
@@ -192,13 +192,21 @@ def host_rows(packages: dict) -> Iterator[dict]:
     yield from first_rows(packages)
 
 
+FIRST: dict[str, tuple[str, Callable[[int], dict]]] = {
+    "prefill": ("prefill", lambda i: prefill(2048 + 16 * i)),
+    "prefill, pool": ("prefill", lambda i: prefill(2048 + 16 * i, N=4)),
+    "decode": ("decode", lambda i: decode(64 + i)),
+}
+
+
 def first_rows(packages: dict) -> Iterator[dict]:
-    """First calls of lengths that were not seen before; the two revisions have lengths of their own, and go first in turns."""
-    taken: dict[str, list[float]] = {which: [] for which in packages}
-    for i, which in enumerate(timing.turns(packages, 2 * ROUNDS)):
-        run = functools.partial(packages[which].chunk_kda, **prefill(2048 + 16 * i))
-        taken[which].append(timing.host_us(run, DEVICE, 1, rounds=1))
-    yield {"row": "prefill, first", **compared({which: statistics.median(x) for which, x in taken.items()})}
+    """First calls of sizes that were not seen before; the two revisions have sizes of their own, and go first in turns."""
+    for name, (kind, make) in FIRST.items():
+        taken: dict[str, list[float]] = {which: [] for which in packages}
+        for i, which in enumerate(timing.turns(packages, 2 * ROUNDS)):
+            run = functools.partial(OPS[kind](packages[which]), **make(i))
+            taken[which].append(timing.host_us(run, DEVICE, 1, rounds=1))
+        yield {"row": f"{name}, first", **compared({which: statistics.median(x) for which, x in taken.items()})}
 
 
 def flat(x: object) -> list[torch.Tensor]:

@@ -77,7 +77,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         theirs = json.loads(options.compare.read_text())["settings"]
         other = [name for name in SAME if theirs.get(name) != getattr(options, name)]
         if other:
-            parser.error(f"--compare: {options.compare} is of a run with other {', '.join(other)}")
+            parser.error(f"--compare must be of a run with the same {', '.join(other)}; got {options.compare}")
     return options
 
 

@@ -97,7 +97,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
     if arguments.tokens is None:
         arguments.tokens = -(-TOKENS // ranks) * ranks
     if arguments.tokens % ranks:
-        sys.exit(f"--tokens: got {arguments.tokens}, wanted a multiple of the {ranks} ranks")
+        sys.exit(f"--tokens must be a multiple of the {ranks} ranks; got {arguments.tokens}")
     own = slice(rank * arguments.tokens // ranks, (rank + 1) * arguments.tokens // ranks)
     texts = [encode(text + "\n") for name in sorted(topics) for text in paragraphs(topics[name])]
     torch.manual_seed(arguments.seed)
@@ -132,11 +132,11 @@ def losses_of(file: Path, steps: int) -> list[float]:
     try:
         losses = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--compare: got {file}, which can't be read ({error}), wanted a file of --losses") from None
+        raise ValueError(f"--compare must be a file of --losses; got {file}, which can't be read ({error})") from None
     if not isinstance(losses, list) or not all(isinstance(x, float) for x in losses):
-        raise ValueError(f"--compare: got {file} without a list of losses, wanted a file of --losses")
+        raise ValueError(f"--compare must be a file of --losses; got {file} without a list of losses")
     if len(losses) != steps:
-        raise ValueError(f"--compare: got {file} of {len(losses)} steps, wanted one of the {steps} that --steps says")
+        raise ValueError(f"--compare must be of the {steps} steps that --steps says; got {file} of {len(losses)} steps")
     return losses
 
 
@@ -153,9 +153,9 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=1e-2, help="of a loss beside that file's (default: 0.01)")
     arguments = parser.parse_args()
     if arguments.tokens is not None and arguments.tokens < 1:
-        parser.error(f"--tokens: got {arguments.tokens}, wanted at least 1")
+        parser.error(f"--tokens must be at least 1; got {arguments.tokens}")
     if arguments.losses is not None and not arguments.losses.absolute().parent.is_dir():
-        parser.error(f"--losses: got {arguments.losses}, wanted a file in a folder that is there")
+        parser.error(f"--losses must be a file in a folder that is there; got {arguments.losses}")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

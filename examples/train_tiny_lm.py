@@ -154,11 +154,9 @@ def compare(found: dict, reference: dict) -> tuple[bool, str]:
         ValueError: the runs are not comparable.
     """
     if found["text"] != reference["text"]:
-        raise ValueError(
-            f"compare: got a run on {reference['text']} characters, wanted one on the same {found['text']}"
-        )
+        raise ValueError(f"--compare must be of a run on {found['text']} characters; got one on {reference['text']}")
     if found["held_out"].keys() != reference["held_out"].keys():
-        raise ValueError("compare: got a run with other evaluations, wanted the same --steps and --every")
+        raise ValueError("--compare must be of a run with the same --steps and --every; got one with other evaluations")
     ours, theirs = (list(run["held_out"].values())[-1] for run in (found, reference))
     off = ours / theirs - 1
     return off <= TOLERANCE, f"held out {ours:.4f}, reference {theirs:.4f}: {off:+.2%}"
@@ -211,7 +209,7 @@ def fit(model: nn.Module, options: argparse.Namespace, console: Console, save: S
     generator = torch.Generator().manual_seed(options.seed)
     tokens, held_out = corpus(options.text)
     if options.length >= min(len(tokens), len(held_out)):
-        raise ValueError(f"length: got {options.length}, wanted less than the {len(held_out)} characters held out")
+        raise ValueError(f"--length must be less than the {len(held_out)} characters held out; got {options.length}")
     size = sum(p.numel() for p in model.parameters())
     console.print(f"{len(tokens):,} characters, {len(held_out):,} held out; {size:,} parameters")
     optimizer = optimizer_of(model, options.rate)
@@ -253,7 +251,7 @@ def train(options: argparse.Namespace, console: Console) -> tuple[KdaLanguageMod
 
 def count(text: str) -> int:
     if (found := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {found}, wanted 1 or more")
+        raise argparse.ArgumentTypeError(f"must be 1 or more; got {found}")
     return found
 
 
@@ -282,9 +280,9 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        parser.error(f"--device: got {options.device}, and PyTorch finds no GPU")
+        parser.error(f"--device must be one that PyTorch finds; got {options.device}")
     if options.compare is not None and not options.compare.is_file():
-        parser.error(f"--compare: there is no file {options.compare}")
+        parser.error(f"--compare must be a file; got {options.compare}")
     if options.autocast is None:
         options.autocast = on_gpu
     return options

@@ -38,7 +38,7 @@ class Executable(Protocol):
     lasting: bool
     """Whether it runs other calls like its own, too."""
 
-    def bind(
+    def locate(
         self, t: Tensors, tensors: Sequence[Tensor | None], places: Sequence[int], written: Written | None = None
     ) -> None: ...
 
@@ -139,7 +139,7 @@ class HopperBackend(Backend):
     HEAD_DIMS = (64, 128)
     CHUNK_SIZE = 64
     MAX_ROWS = 2**31
-    """Of the workspace: TMA coordinates are 32-bit."""
+    """The most of the workspace: TMA coordinates are 32-bit."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         return (
@@ -247,10 +247,13 @@ class HopperBackend(Backend):
 def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Executable:
     """The plan for Hopper; the portable one for steps that its kernels leave: few states, or states on no 16 bytes."""
     from .kernels.hopper.build import build
-    from .kernels.triton.build import build as portable
 
     plan = build(problem, t, arch)
-    return portable(problem, t, arch) if plan is None else plan
+    if plan is None:
+        from .kernels.triton.build import build as portable
+
+        return portable(problem, t, arch)
+    return plan
 
 
 class TritonBackend(Backend):
@@ -259,7 +262,7 @@ class TritonBackend(Backend):
 
     MIN_CAPABILITY = (8, 0)
     MAX_ROWS = 2**31
-    """Of a norm: divided in 32 bits."""
+    """The most of a norm: they are divided in 32 bits."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         if not has_triton():

@@ -52,7 +52,7 @@ static void *work(void *given) {
         *count += fd_decode_bf16(&d, NULL) != FD_SUCCESS;
         *count += short_struct(&p) != FD_SUCCESS;
         *count += fd_prefill_f32(NULL, NULL) != FD_ERROR_NULL_POINTER;
-        *count += strncmp(fd_last_error(), "args: ", 6) != 0;
+        *count += strncmp(fd_last_error(), "args must ", 10) != 0;
     }
     return NULL;
 }

@@ -303,6 +303,8 @@ def whole_sequences(d: Drawing) -> None:
     d.sizes((32, 64, 64, 128), 200 if chunked else 40)
     d.option("safe_gate", 0.4 * chunked, True)
     d.attention(((), ("g",), ("g", "beta")))
+    if "A_log" in spec.places and "lower_bound" not in options:
+        options.pop("safe_gate", None)  # the softplus gate can't keep the promise
     d.offsets()
     kind = pick(variant, ("none", 2), ("state", 3), ("pool", 3), ("grad", 3))
     spec.grad = kind == "grad"
@@ -381,8 +383,9 @@ def decoding(d: Drawing) -> None:
     d.attention(((), ("g", "beta")), "beta_is_logit")
     d.offsets(most)
     options["state_v_first"] = served or chance(variant, 0.7)
-    d.null_index()
     states_of_decoding(d, drafts)
+    if "ssm_state_indices" in spec.places:
+        d.null_index()
     if chance(draw, 0.5):
         d.add("output", unset(d.B, d.T, d.HV, d.V), d.dtype)
     # without offsets every row is a sequence, or each `1 + num_spec_tokens`

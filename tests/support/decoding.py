@@ -85,7 +85,7 @@ STEPS = [
     Step("all_null", "a padded batch", indices=(-1, -1, -1)),
     Step("no_slots", "an empty pool", slots=0, indices=(0, 1, -1)),
     Step("no_sequences", "B = 0", B=0, indices=()),
-    Step("own_slots", "without indices sequence n has slot n", indices=None, slots=3, null_index="non_positive"),
+    Step("own_slots", "without indices sequence n has slot n", indices=None, slots=3),
     Step("own_final", "the pool is returned", indices=None, slots=3, final=True, state=BF16),
     Step("no_state", "states start at zero and are returned", state=None, indices=None, T=3, final=True),
     Step("dropped", "nothing kept at all", state=None, indices=None),

@@ -242,7 +242,7 @@ def applies(op: Callable, call: dict, name: str, way: str, written: bool) -> boo
     if way == "grad":
         return x.is_floating_point() and op not in (*FORWARD, *NORM, *CONVOLUTION)
     if way == "half":
-        return x.dtype == FP32 and name not in ("q", "x", "z", "mixed_qkv")
+        return x.dtype == FP32 and name not in ("q", "x", "z", "mixed_qkv") and op not in NORM
     return way != "size" or (name != "conv_state" and (op is not wy or name != "cu_seqlens"))
 
 

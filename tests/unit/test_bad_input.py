@@ -63,11 +63,6 @@ def test_a_replay_refuses_the_same(refusal: Refusal, pretended: Started):
         assert not pretended
 
 
-def test_a_hint_about_speed_is_never_refused():
-    call = good_call(fd.chunk_kda, "softplus")
-    assert same_bits(fd.chunk_kda(**call | {"safe_gate": True})[0], fd.chunk_kda(**call)[0])
-
-
 # ---- signatures -----------------------------------------------------------------------------------------------------
 
 OF_OTHERS = ("sclae", "use_qk_l2norm", "transpose_state_layout", "head_first")

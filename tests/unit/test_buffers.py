@@ -13,6 +13,8 @@ from ..support.oracle import as_recurrent, same_bits
 from ..support.pools import BUFFERS, SPLITS, PoolCase, hold_pool, pool_call, pool_id, with_memory_of_its_own
 from ..support.pools import BUFFERS_BY_NAME as BY_NAME
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+
 FINAL = [BY_NAME[name] for name in ("only_final", "only_final_bf16", "no_tokens", "no_sequences")]
 
 

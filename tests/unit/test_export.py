@@ -107,49 +107,56 @@ Refusals = dict[str, tuple[dict | None, str, str]]
 
 
 def missing(*names: str) -> Refusals:
-    return {name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory") for name in names}
+    return {name: ({name: 0}, "ERROR_NULL_POINTER", f"{name} must be device memory; got NULL") for name in names}
 
 
 def unaligned(*names: str) -> Refusals:
-    said = "got 0x7008, wanted a multiple of 16 bytes"
-    return {f"{name} unaligned": ({name: 0x7008}, "ERROR_ALIGNMENT", f"{name}: {said}") for name in names}
+    said = "must be at a multiple of 16 bytes; got 0x7008"
+    return {f"{name} unaligned": ({name: 0x7008}, "ERROR_ALIGNMENT", f"{name} {said}") for name in names}
 
 
 MOST = 2**31 - 1
 ROWS = 2**25 - 1
+SIZES = "(64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64)"
+PITCH = "slot_pitch must be 0 or a multiple of 16, at least H * V * K ="
+BYTES = f"slots * slot_pitch must be at most {(2**63 - 1) // 4}; got"
 BAD_PREFILL = {
-    "no args": (None, "ERROR_NULL_POINTER", "args: got NULL, wanted an fd_prefill_args"),
-    "K": ({"K": 32}, "ERROR_UNSUPPORTED", "(K, V, C): got (32, 64, 32), wanted one of (64, 64, 32)"),
-    "B": ({"B": -1}, "ERROR_SIZE", f"B: got -1, wanted 0 to {MOST}"),
-    "T": ({"T": MOST}, "ERROR_SIZE", f"T: got {MOST}, wanted 0 to {MOST - 32}"),
-    "heads": ({"B": MOST, "H": MOST, "T": MOST - 32}, "ERROR_SIZE", f"B * H: got {MOST**2} with {2**26 - 1} chunks"),
-    "gate": ({"gate": 2}, "ERROR_OPTION", "gate: got 2, wanted FD_GATE_NONE or FD_GATE_LOGSIGMOID"),
-    "scale": ({"scale": float("inf")}, "ERROR_OPTION", "scale: got inf, wanted a finite number"),
+    "no args": (None, "ERROR_NULL_POINTER", "args must be an fd_prefill_args; got NULL"),
+    "K": ({"K": 32}, "ERROR_UNSUPPORTED", f"(K, V, C) must be one of {SIZES}; got (32, 64, 32)"),
+    "B": ({"B": -1}, "ERROR_SIZE", f"B must be from 0 to {MOST}; got -1"),
+    "T": ({"T": MOST}, "ERROR_SIZE", f"T must be from 0 to {MOST - 32}; got {MOST}"),
+    "heads": (
+        {"B": MOST, "H": MOST, "T": MOST - 32},
+        "ERROR_SIZE",
+        f"B * H must be at most {ROWS}, and so must all chunks; got {MOST**2} with {2**26 - 1} chunks each",
+    ),
+    "gate": ({"gate": 2}, "ERROR_OPTION", "gate must be FD_GATE_NONE or FD_GATE_LOGSIGMOID; got 2"),
+    "scale": ({"scale": float("inf")}, "ERROR_OPTION", "scale must be a finite number; got inf"),
     **missing("q", "k", "v", "g", "beta", "o", "workspace"),
     **unaligned("q", "k", "v", "g", "beta", "o", "workspace", "initial_state", "final_state"),
-    "workspace": ({"workspace_bytes": 100}, "ERROR_WORKSPACE", "workspace_bytes: got 100, wanted at least "),
+    "workspace": ({"workspace_bytes": 100}, "ERROR_WORKSPACE", "workspace_bytes must be at least "),
     "other gate": ({"gate": 1}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (64, 64, 32), gate 1, precision "),
 }
 BAD_DECODE = {
-    "no args": (None, "ERROR_NULL_POINTER", "args: got NULL, wanted an fd_decode_args"),
-    "K": ({"K": 32}, "ERROR_UNSUPPORTED", "(K, V): got (32, 64), wanted (64, 64) or (128, 128)"),
-    "H": ({"H": 2**63 - 1}, "ERROR_SIZE", f"H: got {2**63 - 1}, wanted 0 to {ROWS}"),
-    "programs": ({"N": 2**25}, "ERROR_SIZE", f"N: got {2**25} with 3 heads, wanted at most "),
-    "small pitch": ({"slot_pitch": 16}, "ERROR_OPTION", "slot_pitch: got 16, wanted 0 or a multiple of 16, at least"),
-    "lowest pitch": ({"H": 0, "slot_pitch": -(2**63)}, "ERROR_OPTION", f"slot_pitch: got {-(2**63)}, wanted 0 or a"),
-    "pool": ({"slots": 2, "slot_pitch": 2**60}, "ERROR_SIZE", f"slots * slot_pitch: got 2 * {2**60}, wanted at most "),
+    "no args": (None, "ERROR_NULL_POINTER", "args must be an fd_decode_args; got NULL"),
+    "K": ({"K": 32}, "ERROR_UNSUPPORTED", "(K, V) must be (64, 64) or (128, 128); got (32, 64)"),
+    "H": ({"H": 2**63 - 1}, "ERROR_SIZE", f"H must be from 0 to {ROWS}; got {2**63 - 1}"),
+    "programs": ({"N": 2**25}, "ERROR_SIZE", f"N must be at most {ROWS // 3} with 3 heads; got {2**25}"),
+    "small pitch": ({"slot_pitch": 16}, "ERROR_OPTION", f"{PITCH} 12288; got 16"),
+    "lowest pitch": ({"H": 0, "slot_pitch": -(2**63)}, "ERROR_OPTION", f"{PITCH} 0; got {-(2**63)}"),
+    "pool": ({"slots": 2, "slot_pitch": 2**60}, "ERROR_SIZE", f"{BYTES} 2 * {2**60}"),
     "large pool": (
         {"slots": MOST, "N": 0, "H": ROWS},
         "ERROR_SIZE",
-        f"slots * slot_pitch: got {MOST} * {ROWS * 4096}, ",
+        f"{BYTES} {MOST} * {ROWS * 4096}",
     ),
     **missing("q", "k", "v", "g", "beta", "states", "state_indices", "o"),
-    "unaligned": ({"states": 0x7004}, "ERROR_ALIGNMENT", "states: got 0x7004, wanted a multiple of 16 bytes"),
+    "unaligned": ({"states": 0x7004}, "ERROR_ALIGNMENT", "states must be at a multiple of 16 bytes; got 0x7004"),
     "other size": ({"K": 128, "V": 128}, "ERROR_NOT_EXPORTED", "no kernels for "),
 }
 BAD = {
     "prefill_f32": BAD_PREFILL | missing("w", "u"),
-    "prefill_bf16": BAD_PREFILL | {"w": ({"w": 0x7000}, "ERROR_NULL_POINTER", "w: got a pointer, wanted NULL")},
+    "prefill_bf16": BAD_PREFILL | {"w": ({"w": 0x7000}, "ERROR_NULL_POINTER", "w must be NULL")},
     "decode_bf16": BAD_DECODE,
 }
 
@@ -182,7 +189,7 @@ def test_sizes_that_no_struct_had_are_refused(exported: Export, op: str):
     whole = ctypes.sizeof(bindings.DecodeArgs if "decode" in op else bindings.PrefillArgs)
     sizes, asked = (0, 4, 12, whole - 4, whole + 8, 2**64 - 8), task(op.removesuffix("_workspace")) | {"op": op}
     found = call(exported, [asked | {"struct_size": size} for size in sizes])
-    wanted = [f"struct_size: got {size}, wanted a multiple of 8 from 8 to {whole}" for size in sizes]
+    wanted = [f"struct_size must be a multiple of 8 from 8 to {whole}; got {size}" for size in sizes]
     assert found.statuses == ["ERROR_STRUCT"] * len(sizes) and found.launches == []
     assert [outcome["message"] for outcome in found.outcomes] == wanted
 
@@ -389,7 +396,7 @@ def test_kernels_are_picked_by_architecture(exported: Export, arch: int, shared:
     found = call(exported, [task("prefill_f32")] * 2, arch=arch, shared=shared)
     assert found.statuses == ["SUCCESS" if runs else "ERROR_ARCHITECTURE"] * 2
     assert len(found.launches) == 2 * found.counts["load"] == 6 * runs
-    message = f"device 0: got sm_{arch} with {shared} bytes of shared memory, wanted a GPU of: sm_89, sm_90"
+    message = f"device 0 must be a GPU of: sm_89, sm_90; got sm_{arch} with {shared} bytes of shared memory"
     assert found.outcomes[0]["message"] == ("" if runs else message)
 
 

@@ -575,6 +575,18 @@ def test_packed_documents_checkpointed_and_compiled():
     hold(step(model, ids, **call), plain, 1e-6)
 
 
+def test_full_attention_must_know_where_documents_begin():
+    """Offsets alone tell KDA; transformers makes the mask of full attention of positions."""
+    model, ids, cu = kimi().eval(), ids_of(1, 40), offsets(*DOCUMENTS)
+    ones, begin = torch.ones_like(ids), positions(*DOCUMENTS)[None]
+    for given in ({"cu_seq_lens_q": cu}, {"cu_seqlens": cu}):
+        with pytest.raises(ValueError, match=r"position_ids must be a tensor that begins anew .*; got None"):
+            model(ids, **given)
+        with pytest.raises(ValueError, match="attention_mask must be None with packed sequences"):
+            model(ids, position_ids=begin, attention_mask=ones, **given)
+    model(ids, cu_seq_lens_q=offsets(40))  # one document
+
+
 def test_positions_of_one_row_are_those_of_every_row():
     model, ids = kimi().eval(), ids_of(2, 40)
     one = positions(*DOCUMENTS)[None]

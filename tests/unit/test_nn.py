@@ -135,7 +135,13 @@ def test_loaded_parameters_of_the_gate_are_float32() -> None:
 
 BAD = {
     **{"head_dim": (48,), "head_v_dim": (16,), "num_v_heads": (3,), "num_heads": (0, 2.0), "conv_size": (0, 5)},
-    **{"gate": ("none",), "lower_bound": (-6.0, None), "chunk_size": (16,), "backend": ("fast",), "conv_bias": ("no",)},
+    **{
+        "gate": ("none",),
+        "lower_bound": (-6.0, "low"),
+        "chunk_size": (16,),
+        "backend": ("fast",),
+        "conv_bias": ("no",),
+    },
     **{"norm_eps": (0.0, float("nan"), "1e-5"), "allow_neg_eigval": (2,), "output_gate_bias": (None,)},
 }
 
@@ -159,7 +165,7 @@ def test_bad_inputs_are_named(tmp_path: Path) -> None:
         ("cache", lambda: layer(x, KdaCache(None, None))),
         ("cu_seqlens", lambda: layer(x.view(1, 2, 48), cu_seqlens=[0, 1, 2])),
         ("cache", lambda: layer(torch.randn(3, 1, 48), good)),
-        ("initial_state", lambda: layer(x, KdaCache(good.conv, good.state[:1]))),
+        ("cache.state", lambda: layer(x, KdaCache(good.conv, good.state[:1]))),
         ("slots", lambda: layer.make_pool(slots=0)),
         ("state_dtype", lambda: layer.make_pool(slots=1, state_dtype=torch.float16)),
         ("tokens", lambda: model(tokens[0])),

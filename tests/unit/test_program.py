@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +70,7 @@ def test_tensors_may_be_views_of_what_a_caller_passes(started: Started):
     given = tensors_of(q=x, k=rows[:, 4:], v=rows[1:, 2:])
     t = in_slots(given)
     plan = plan_of(t, launch("a", t.q[1:], t.k, t.v[:, 1:]))
-    plan.bind(given, (None, rows, x), [2, 1, 1])
+    plan.locate(given, (None, rows, x), [2, 1, 1])
     plan.execute((), [0, 1000, 5000])
     assert started[0][2] == [5000 + 4, 1000 + 16, 1000 + 48 + 8 + 4]
 
@@ -293,6 +295,27 @@ def test_autograd_hears_of_every_write(name: str, pretended: Started):
         op(**call)
         assert {x for x in before if call[x]._version > before[x]} == written
         assert set(pretended.anew()) == {i == 0}
+
+
+MOST_ENTERED = 560
+"""Functions of the package: a tenth more than a call over a pool enters."""
+
+
+def test_a_new_length_enters_few_functions(pretended: Started):
+    """The host time of a call whose length is new, without a clock."""
+    package, entered = str(Path(fd.__file__).parent), []
+    first, other = (pool_call(replace(x, case=replace(x.case, T=T)), BF16) for T in (70, 90) for x in PLAIN_POOLS[:1])
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code.co_name)
+
+    fd.chunk_kda(**first, backend="triton")
+    pretended.clear()
+    sys.setprofile(note)
+    fd.chunk_kda(**other, backend="triton")
+    sys.setprofile(None)
+    assert pretended and all(pretended.anew()) and len(entered) < MOST_ENTERED, len(entered)
 
 
 def test_backward_passes_of_other_calls_are_worked_out_anew(pretended: Started):

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flashdelta as fd
-from flashdelta.nn import KimiDeltaAttention
+from flashdelta.nn import (
+    KdaLanguageModel,
+    KimiDeltaAttention,
+    LanguageModelConfig,
+    export_weights,
+    import_weights,
+    load_model,
+    save_model,
+)
 from flashdelta.nn.heads import SPLIT
+from flashdelta.tools.files import in_bytes
 
 from ..support.forked import imported_once
 from ..support.layers import make_layer, rows
@@ -68,10 +83,132 @@ def saved() -> None:
 
 def positional() -> None:
     x = [torch.randn(1, 4, 2, 32) for _ in "qkvg"] + [torch.rand(1, 4, 2)]
-    for op in (fd.chunk_kda, fd.fused_recurrent_kda):
+    for op in (fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda):
         with pytest.raises(TypeError, match=r"takes q, k, v, g, beta by position and .* by keyword, such as scale="):
             op(*x, 0.3)
         op(*x, scale=0.3, gate="logsigmoid")
+
+
+def refused(*cases: tuple[Callable[[], object], str]) -> None:
+    for call, said in cases:
+        with pytest.raises((ValueError, TypeError), match=f"^{said}"):
+            call()
+
+
+def own_names() -> None:
+    layer, x = make_layer(F32).requires_grad_(False), rows(2, 20, dtype=F32, device="cpu")
+    _, cache = layer(x, return_cache=True)
+    pool, none = layer.make_pool(4), torch.zeros(2, dtype=torch.bool)
+    half = replace(pool, state=pool.state.half())
+    for y in (x, x[:, :4], x[:, :1]):
+        refused(
+            (
+                lambda y=y: layer(y, pool=pool, slots=torch.tensor([0, 9])),
+                "slots must be below .* 4 slots; got index 9",
+            ),
+            (lambda y=y: layer(y, pool=pool, slots=torch.tensor([2, 2])), "slots must be distinct: .* index 2"),
+            (lambda y=y: layer(y, pool=pool, slots=none), "slots must be of dtype"),
+            (
+                lambda y=y: layer(y, pool=half, slots=torch.tensor([0, 1])),
+                "pool.state must be of dtype .*; got float16",
+            ),
+            (lambda y=y: layer(y, replace(cache, state=cache.state.half())), "cache.state must be of dtype"),
+            (lambda y=y: layer(y, replace(cache, conv=cache.conv.half())), "cache.conv must be of dtype"),
+        )
+
+
+def unread() -> None:
+    layer, x = make_layer(F32), rows(2, 5, dtype=F32, device="cpu")
+    refused(
+        (lambda: layer(x, null_index="non_positive"), "null_index must be 'negative' without pool; got 'non_positive'"),
+        (lambda: make_layer(F32, gate="softplus", lower_bound=-3.0), "lower_bound must be None .*; got -3.0"),
+        (lambda: make_layer(F32, gate="logsigmoid", lower_bound=-5.0), "lower_bound must be None .*; got -5.0"),
+    )
+    assert make_layer(F32).lower_bound == -5.0 and make_layer(F32, gate="softplus").lower_bound is None
+
+
+def other_inputs() -> None:
+    layer, x = make_layer(F32), rows(2, 5, dtype=F32, device="cpu")
+    refused(
+        (lambda: layer(x.double()), "x must be in the projections' dtype torch.float32; got torch.float64"),
+        (lambda: layer(x.long()), "x must be in the projections' dtype torch.float32; got torch.int64"),
+        (lambda: layer(x.to("meta")), "conv_weight must be on x's device meta; got device cpu"),
+        (lambda: layer(x.tolist() * 1000), r"x must be a torch.Tensor; got \[.{0,80}\.\.\. \(list\)"),
+        (lambda: layer.explain(-1, 3), "batch must be at least 0; got -1"),
+        (lambda: layer.explain(1, "3"), "tokens must be an int; got '3'"),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.half())[0].isfinite().all()
+
+
+def default_device() -> None:
+    layer, x = make_layer(F32), rows(1, 9, dtype=F32, device="cpu")
+    want, _ = layer(x)
+    torch.set_default_device("cpu")  # a mode, which every operator passes
+    try:
+        found, _ = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    finally:
+        torch.set_default_device(None)
+    torch.testing.assert_close(found, want)
+
+
+def wide_filters() -> None:
+    layer = make_layer(torch.bfloat16)
+    layer.conv_weight.data = layer.conv_weight.data.float()
+    assert layer.explain(1, 100).chosen == "reference"
+    assert layer(rows(1, 9, dtype=torch.bfloat16, device="cpu"))[0].dtype == torch.bfloat16
+
+
+def no_model(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    model = KdaLanguageModel(LanguageModelConfig(hidden_size=32, num_layers=1, num_heads=1, num_v_heads=1))
+    save_model(model, file)
+    whole = file.read_bytes()
+    with safe_open(str(file), framework="pt") as saved:
+        metadata = saved.metadata()
+    for content in (b"", b"no tensors", whole[: len(whole) // 2]):
+        file.write_bytes(content)
+        refused((lambda: load_model(file), "path must be a file that save_model wrote; got '.*no safetensors file"))
+    save_file({"embedding.weight": torch.zeros(3, 32)}, str(file), metadata)
+    refused((lambda: load_model(file), "path must be a file that save_model wrote; got '.*weights of another shape"))
+
+
+def model_inputs() -> None:
+    config = LanguageModelConfig(hidden_size=32, num_layers=2, num_heads=1, num_v_heads=1)
+    model, tokens = KdaLanguageModel(config).requires_grad_(False), torch.zeros(2, 3, dtype=torch.int64)
+    own, pools = {"slots": torch.tensor([0, 1])}, model.make_pools(3)
+    refused(
+        (lambda: model(tokens, pools=pools[:1], **own), "pools must be one per layer = 2; got 1"),
+        (lambda: model(tokens, pools=(), **own), "pools must be one per layer = 2; got 0"),
+        (lambda: model(tokens.float()), "tokens must be of dtype int32 or int64; got torch.float32"),
+        (lambda: model(tokens.tolist()), "tokens must be a torch.Tensor; got list"),
+        (lambda: model(tokens + 96), "tokens must be from 0 to 95; got 96"),
+        (lambda: model(tokens - 1), "tokens must be from 0 to 95; got -1"),
+        (lambda: model.generate(tokens, -1), "tokens must be at least 0; got -1"),
+        (lambda: model.generate(tokens, 2.5), "tokens must be an int; got 2.5"),
+        (lambda: model.generate(tokens, 1, temperature=float("nan")), "temperature must be a finite float"),
+        (lambda: model.generate(tokens, 1, temperature="hot"), "temperature must be a float"),
+        (lambda: KdaLanguageModel(replace(config, num_layers=0)), "num_layers must be at least 1; got 0"),
+        (lambda: KdaLanguageModel(replace(config, mlp_size="3")), "mlp_size must be an int; got '3'"),
+        (lambda: KdaLanguageModel(None), "config must be a LanguageModelConfig; got None"),
+        (lambda: save_model(model, "x", torch.int8), "dtype must be a dtype of floats; got torch.int8"),
+        (lambda: save_model(model, "."), "path must be a file that can be written; got '.'"),
+        (lambda: load_model("x", device="nowhere"), "device must be a device such as cuda"),
+        (lambda: load_model("x", dtype=torch.int8), "dtype must be a dtype of floats; got torch.int8"),
+        (lambda: import_weights(3), "weights must be a state dict; got 3"),
+        (lambda: export_weights(model, "fla"), "layer must be a KimiDeltaAttention; got KdaLanguageModel"),
+        (lambda: fd.explain(fd.commit, *[tokens] * 4, device="nowhere"), "device must be a device such as cuda"),
+    )
+
+
+def no_file() -> None:
+    with TemporaryDirectory() as folder:
+        no_model(Path(folder))
+
+
+def sizes() -> None:
+    said = {0: "0 bytes", 1: "1 byte", 40: "40 bytes", 2**10: "1.0 KiB", 2**20: "1.0 MiB"}
+    assert {size: in_bytes(size) for size in said} == said
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------------
@@ -204,6 +341,16 @@ ROWS = [
     ),
     Situation("saved caches", "jundot/omlx #825: torch.load of a prompt cache with its default", saved),
     Situation("scale by position", "calls written for FLA, whose scale comes sixth", positional),
+    Situation("names", "the layer's slots, pool and cache go by its own names in refusals of operators", own_names),
+    Situation("unread arguments", "a null index without a pool, a bound beside a gate without one", unread),
+    Situation("inputs of another kind", "a dtype, a device, a list instead of a tensor: refused by name", other_inputs),
+    Situation("a default device", "torch.compile of the layer under torch.set_default_device", default_device),
+    Situation(
+        "inputs of the model", "too few pools ran fewer layers; tokens, sizes, files and devices by name", model_inputs
+    ),
+    Situation("float32 filters", "explain of a layer in bfloat16 whose filters stay in float32", wide_filters),
+    Situation("no model", "load_model of what is no safetensors file, a torn one, or one of other weights", no_file),
+    Situation("small sizes", "40 bytes are no 0.0 KiB", sizes),
     Situation("left padding", "FLA's attention_mask: equal to packed and to each alone", lambda: masked("left")),
     Situation("right padding", "the same on the other side", lambda: masked("right")),
     Situation("padding around", "the same on both", lambda: masked("both")),

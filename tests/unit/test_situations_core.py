@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,9 +59,52 @@ def offsets(*values: int) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def pooled(*slots: int) -> dict[str, Any]:
+def pooled(*slots: int, **changes: Any) -> dict[str, Any]:
     pool = {"state_pool": torch.zeros(4, 2, 32, 64), "state_v_first": False, "use_qk_l2norm_in_kernel": True}
-    return sequences(**pool, state_indices=torch.tensor(slots), initial_state=None, output_final_state=False)
+    return sequences(**pool, state_indices=torch.tensor(slots), initial_state=None, output_final_state=False) | changes
+
+
+def marked(offset: int, index: int) -> dict[str, Any]:
+    return {"checkpoint_offsets": torch.tensor([offset]), "checkpoint_indices": torch.tensor([index])}
+
+
+def regular(rows: int, *lengths: int) -> dict[str, Any]:
+    buffer = {"checkpoint_states": torch.zeros(rows, 2, 32, 64), "checkpoint_every": 64}
+    return sequences(**buffer, cu_seqlens=offsets(*lengths))
+
+
+def committed(slot: int, count: int) -> dict[str, Any]:
+    states = {"initial_state": torch.zeros(4, 2, 32, 32), "intermediate_states": torch.zeros(4, 3, 2, 32, 32)}
+    return states | {"ssm_state_indices": torch.tensor([slot]), "num_accepted_tokens": torch.tensor([count])}
+
+
+def replayed(count: int) -> dict[str, Any]:
+    """A row of a replay buffer that has recorded two tokens of three."""
+    records = fd.replay_buffer(4, 2, 2, 32, 32)
+    verify = step(1) | {"num_spec_tokens": 2, "update_state": False, "intermediate_states": records}
+    verify |= {
+        name: x[:, :1].expand(1, 2, *x.shape[2:]).flatten(0, 1)[None]
+        for name, x in step(1).items()
+        if name in "qkvgbeta"
+    }
+    fd.recurrent_kda(**verify, cu_seqlens=offsets(0, 2))
+    return committed(1, count) | {"intermediate_states": records}
+
+
+def convolved(**changes: Any) -> dict[str, Any]:
+    return {"x": torch.randn(1, 20, 8), "weight": torch.randn(8, 4)} | changes
+
+
+def normed(x: torch.dtype, z: torch.dtype, weight: torch.dtype) -> dict[str, Any]:
+    return {"x": torch.randn(3, 32, dtype=x), "z": torch.randn(3, 32, dtype=z), "weight": torch.ones(32, dtype=weight)}
+
+
+def prefilled(decay: float) -> dict[str, Any]:
+    q, k, v, g = torch.randn(4, 1, 2, 64, 64)
+    return {"q": q, "k": k, "v": v, "g": torch.full_like(g, decay), "beta": torch.rand(1, 2, 64)}
+
+
+HALF, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 
 
 ALWAYS, ASKED = "always", "FLASHDELTA_CHECK=1"
@@ -71,8 +115,74 @@ REFUSED: dict[str, tuple[str, Callable, Callable[[], dict], str]] = {
     "offsets pass the end": (ALWAYS, fd.chunk_kda, lambda: sequences(cu_seqlens=offsets(0, 71)), ".* at most T = 70"),
     "a slot past the pool": (ALWAYS, fd.recurrent_kda, lambda: step(1, 4), "ssm_state_indices must be below .* 4 slots; got"),
     "a slot past it, in chunks": (ALWAYS, fd.chunk_kda, lambda: pooled(4), "state_indices must be below .* 4 slots; got"),
+    "a checkpoint past the pool": (ALWAYS, fd.chunk_kda, lambda: pooled(0, **marked(16, 4)), "checkpoint_indices must be"),
+    "a checkpoint past the buffer": (
+        ALWAYS,
+        fd.chunk_kda,
+        lambda: sequences(checkpoint_states=torch.zeros(3, 2, 32, 64), **marked(16, 3)),
+        "checkpoint_indices must be below the number of rows, 3 rows; got index 3",
+    ),
+    "one past it, of windows": (
+        ALWAYS,
+        fd.short_convolution,
+        lambda: convolved(checkpoint_states=torch.zeros(3, 8, 3), **marked(16, 3)),
+        "checkpoint_indices must be below the number of rows",
+    ),
+    "a checkpoint past the end": (
+        ALWAYS,
+        fd.chunk_kda,
+        lambda: pooled(0, **marked(80, 1)),
+        "checkpoint_offsets must be at most the sequence's 70 tokens; got 80",
+    ),
+    "too few rows for checkpoints of packed sequences": (
+        ALWAYS,
+        fd.chunk_kda,
+        lambda: regular(2, 0, 65, 70),
+        "checkpoint_states must be of a row for each of the 3 checkpoints; got 2 rows",
+    ),
+    "offsets on the host that are others": (
+        ALWAYS,
+        fd.chunk_kda,
+        lambda: sequences(cu_seqlens=offsets(0, 30, 70), cu_seqlens_cpu=offsets(0, 40, 70)),
+        r"cu_seqlens_cpu must be equal to cu_seqlens \[0, 30, 70\]; got \[0, 40, 70\]",
+    ),
+    "a count past the states kept": (ALWAYS, fd.commit, lambda: committed(1, 99), "num_accepted_tokens must be .*; got 99"),
+    "a count past the records": (ALWAYS, fd.commit, lambda: replayed(3), "num_accepted_tokens must be at most the 2 tokens"),
+    "a slot for two": (ALWAYS, fd.recurrent_kda, lambda: step(1, 1), "ssm_state_indices must be distinct"),
+    "a null index that nothing reads": (
+        ALWAYS,
+        fd.chunk_kda,
+        lambda: sequences(null_index="non_positive"),
+        "null_index must be 'negative' without state_indices",
+    ),
+    "one of a step": (
+        ALWAYS,
+        fd.recurrent_kda,
+        lambda: step(0, ssm_state_indices=None, initial_state=None, null_index="non_positive"),
+        "null_index must be 'negative' without ssm_state_indices",
+    ),
+    "one of a convolution": (ALWAYS, fd.short_convolution, lambda: convolved(null_index="non_positive"), "null_index must be"),
+    "a promise that the gate can't keep": (
+        ALWAYS,
+        fd.chunk_kda,
+        lambda: make_call(BY_NAME["softplus"]) | {"safe_gate": True},
+        "safe_gate must be False with the gate 'softplus'",
+    ),
+    "gates in float32 beside rows in 16 bits": (
+        ALWAYS,
+        fd.gated_rms_norm,
+        lambda: normed(HALF, F32, F32),
+        "z must be of dtype float16 beside x in float16; got float32",
+    ),
+    "two dtypes of 16 bits": (
+        ALWAYS,
+        fd.gated_rms_norm,
+        lambda: normed(HALF, HALF, BF16),
+        "weight must be of dtype float32 or float16 beside x in float16; got bfloat16",
+    ),
+    "a log decay above 0, in float32": (ASKED, fd.kda_prefill, lambda: prefilled(0.5), "g must be .* see gate.; got 0.5"),
     "a log decay above 0": (ASKED, fd.chunk_kda, lambda: positive(sequences()), "g must be of log decays at most 0"),
-    "one of a step": (ASKED, fd.recurrent_kda, lambda: positive(step(1)), "g must be of log decays at most 0 .*; got 0.25"),
+    "one above 0 of a step": (ASKED, fd.recurrent_kda, lambda: positive(step(1)), "g must be of log decays .*; got 0.25"),
     "a promise that does not hold": (
         ASKED,
         fd.chunk_kda,
@@ -88,11 +198,15 @@ REFUSED: dict[str, tuple[str, Callable, Callable[[], dict], str]] = {
 def test_refused(situation: str, asked: bool, monkeypatch: pytest.MonkeyPatch):
     when, op, call, said = REFUSED[situation]
     monkeypatch.setattr(device_checks, "ENABLED", asked)
+    given = call()
+    answer = fd.supports(op, **given)
     if asked or when == ALWAYS:
-        with pytest.raises(ValueError, match=f"^{said}"):
-            op(**call())
+        assert not answer and re.match(said, answer.reason)
+        with pytest.raises((ValueError, TypeError), match=f"^{said}"):
+            op(**given)
     else:
-        op(**call())
+        assert answer
+        op(**given)
 
 
 TAKEN: dict[str, tuple[Callable, Callable[[], dict]]] = {
@@ -100,7 +214,15 @@ TAKEN: dict[str, tuple[Callable, Callable[[], dict]]] = {
     "padding of no sequence": (fd.chunk_kda, lambda: positive(sequences(cu_seqlens=offsets(0, 20, 20, 60)))),
     "padding of a null sequence": (fd.recurrent_kda, lambda: positive(step(-1))),
     "a promise that holds": (fd.chunk_kda, lambda: sequences(safe_gate=True) | {"g": torch.full((1, 70, 2, 32), -5.0)}),
-    "a promise about a gate that can't keep it": (fd.chunk_kda, lambda: make_call(BY_NAME["softplus"]) | {"safe_gate": True}),
+    "rows in float32, all else in 16 bits": (fd.gated_rms_norm, lambda: normed(F32, HALF, HALF)),
+    "a weight in 16 bits": (fd.gated_rms_norm, lambda: normed(F32, F32, BF16)),
+    "a null index of what is read only": (
+        fd.recurrent_kda,
+        lambda: step(1) | dict(
+            initial_state=None, ssm_state_indices=None, update_state=False, null_index="non_positive",
+            initial_state_source=torch.zeros(4, 2, 32, 32), initial_state_indices=torch.tensor([1]),
+        ),
+    ),
     "not a number": (fd.chunk_kda, lambda: sequences() | {"g": torch.full((1, 70, 2, 32), torch.nan)}),
 }  # fmt: skip
 
@@ -110,7 +232,9 @@ TAKEN: dict[str, tuple[Callable, Callable[[], dict]]] = {
 def test_taken(situation: str, asked: bool, monkeypatch: pytest.MonkeyPatch):
     op, call = TAKEN[situation]
     monkeypatch.setattr(device_checks, "ENABLED", asked)
-    op(**call())
+    given = call()
+    assert fd.supports(op, **given)
+    op(**given)
 
 
 # ---- the command line ---------------------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def k3_others(original: Original, call: Arguments) -> Any:
 # ---- Kimi-K3's fused decode ------------------------------------------------------------------------------------------
 
 OURS, PACKED = "flashdelta", "flashinfer"
-"""What a layer calls its fused kernels: any name but vLLM's own runs `fused_kda_decode`, and only FlashInfer's verifies."""
+"""A layer's names of its fused kernels: any name but vLLM's own runs `fused_kda_decode`, and only FlashInfer's verifies."""
 
 FUSED = "FLASHDELTA_VLLM_FUSED"
 """`FLASHDELTA_VLLM_FUSED=1` has ours take the steps of layers for which vLLM has a fused kernel, too."""

@@ -35,6 +35,10 @@ LAYERS = {
 }
 
 
+COLLATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""The arguments by which transformers' flash attention keeps packed sequences apart."""
+
+
 def path(model: str) -> str:
     return f"transformers.models.{model}.modeling_{model}"
 
@@ -102,9 +106,28 @@ def packed_model(original: Callable[..., Any], is_on: Callable[[], bool]) -> Cal
             return original(self, *arguments, **named)
         if cache is not None:
             raise ValueError("packed sequences must come without a cache, which has one state per row; got both")
+        _check_full_attention(self.config, call, offsets)
         return original(self, **call | {"use_cache": False, "cu_seqlens": offsets})
 
     return forward
+
+
+def _check_full_attention(config: Any, call: dict[str, Any], offsets: Tensor) -> None:
+    """Refuses what full attention layers would take for one document: transformers makes their mask of positions, if there is
+    no mask, and its flash attention alone reads offsets."""
+    if offsets.numel() <= 2 or {*(getattr(config, "layer_types", None) or [""])} == {"linear_attention"}:
+        return
+    mask = call.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        raise ValueError(
+            f"attention_mask must be None with packed sequences (full attention mixes them); got {mask.shape}"
+        )
+    flash = "flash" in str(getattr(config, "_attn_implementation", "")) and all(
+        call.get(x) is not None for x in COLLATED
+    )
+    if not flash and mask is None and call.get("position_ids") is None:
+        wanted = "a tensor that begins anew at each packed sequence (without it full attention mixes them)"
+        raise ValueError(f"position_ids must be {wanted}; got None")
 
 
 def offsets_of_positions(positions: Tensor | None, rows: int | None) -> Tensor | None:

@@ -31,15 +31,18 @@ from ..ops.recurrent import fused_recurrent_kda
 from ..parallel.checks import broadcast_errors
 from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
-from ..problem.arguments import flag, positive
-from ..problem.errors import mistyped, wrong
-from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, epsilon
+from ..problem.arguments import check_int, flag, positive
+from ..problem.errors import called, mistyped, rule, wrong
+from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, LOWEST_BOUND, MAX_TAPS, MIN_TAPS, epsilon
 from ..problem.operations import bound as check_bound
 from ..problem.problem import PARAMETRIC_GATES, PLAIN_GATES, NullIndex
 from ..runtime.explain import Explanation, explain
 from .heads import Share, share_of, share_of_weights
 
 GATES = ("lower_bound", "softplus", *PLAIN_GATES)
+SLOTS = {"state_indices": "slots"}
+"""The layer's names of operators' arguments, where they differ."""
+
 MAX_STEP_TOKENS = 8
 """Up to this many tokens per sequence go through the token recurrence, more through the chunk form."""
 
@@ -88,7 +91,7 @@ class KimiDeltaAttention(nn.Module):
         conv_bias: whether they have a bias.
         gate: of the decay, as in `flashdelta.chunk_kda`: `"lower_bound"`, `"softplus"` (Kimi-Linear) or one without parameters,
             such as `"logsigmoid"`.
-        lower_bound: in `[-5, 0)`, of the gate of that name; another one does not read it.
+        lower_bound: in `[-5, 0)`, of the gate of that name: -5 by default. Others refuse it.
         allow_neg_eigval: write strengths in `[0, 2)`.
         gate_rank: inner width of the two low-rank projections, of the decay and of the output gate; `head_v_dim` by
             default.
@@ -117,7 +120,7 @@ class KimiDeltaAttention(nn.Module):
         conv_size: int = 4,
         conv_bias: bool = False,
         gate: str = "lower_bound",
-        lower_bound: float | None = -5.0,
+        lower_bound: float | None = None,
         allow_neg_eigval: bool = False,
         gate_rank: int | None = None,
         output_gate_bias: bool = False,
@@ -138,8 +141,8 @@ class KimiDeltaAttention(nn.Module):
         _check_one_of(CHUNK_SIZES, chunk_size=chunk_size)
         _check_one_of(NAMES, backend=backend)
         check_bound("lower_bound", lower_bound)
-        if gate == "lower_bound" and lower_bound is None:
-            raise wrong("lower_bound", None, "a float in [-5, 0) (the lower_bound gate reads it)")
+        read = gate == "lower_bound"
+        rule("lower_bound", read or lower_bound is None, f"None (the gate {gate!r} does not read it)", lower_bound)
         if num_v_heads % num_heads != 0:
             raise wrong("num_v_heads", num_v_heads, f"a multiple of num_heads = {num_heads}")
         epsilon("norm_eps", norm_eps)
@@ -153,7 +156,7 @@ class KimiDeltaAttention(nn.Module):
         self.head_v_dim = head_v_dim
         self.conv_size = conv_size
         self.gate = gate
-        self.lower_bound = lower_bound if gate == "lower_bound" else None
+        self.lower_bound = LOWEST_BOUND if read and lower_bound is None else lower_bound
         self.allow_neg_eigval = allow_neg_eigval
         self.norm_eps = norm_eps
         self.chunk_size = chunk_size
@@ -231,7 +234,7 @@ class KimiDeltaAttention(nn.Module):
                 (`fused_kda_decode`), in a CUDA graph too.
             slots: `[N]` int32 or int64, with `pool`: each sequence's slot. No two sequences may have one.
             has_initial_state: `[N]` bool, with `pool`: where False the sequence starts anew in its slot.
-            null_index: which indices name no slot, as in `chunk_kda`; outputs of such sequences mean nothing.
+            null_index: with `pool`: which indices name no slot, as in `chunk_kda`; outputs of such sequences mean nothing.
             cp_context: instead of all these: how packed sequences lie over the ranks of a process group
                 (`parallel.context_parallel`; FLA's context does, too). `x` has this rank's tokens. The convolutions' inputs
                 and the states before them come from the ranks before, gradients from those after. Gradients of parameters
@@ -260,10 +263,12 @@ class KimiDeltaAttention(nn.Module):
                 self._check_pool(
                     x, {"cache": cache, "return_cache": return_cache or None}, pool, slots, sequences, share
                 )
-            elif cache is not None:
+            else:
+                rule("null_index", null_index == "negative", "'negative' without pool", repr(null_index))
+            if cache is not None:
                 _check_shapes("cache", cache, {"conv": self._windows(sequences, share)})
             mixed = torch.cat([p["q_proj"], p["k_proj"], p["v_proj"]], dim=-1)
-            gate = p["g_proj.1"].unflatten(-1, (-1, self.head_v_dim))
+            gate = _by_heads(p["g_proj.1"], self.head_v_dim)
         conv, past, states = None, {}, {}
         if pool is not None:
             where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
@@ -281,10 +286,15 @@ class KimiDeltaAttention(nn.Module):
             past, states = {"initial_state": self._inputs_before(mixed, context)}, {"cp_context": context}
         with broadcast_errors(cp_context):
             weight, bias = self._filters(mixed.dtype, share)
-            mixed, conv = short_convolution(mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around())
+            names = {"state_pool": "pool.conv", "initial_state": "cache.conv", "weight": "conv_weight"}
+            with called(**SLOTS, **names):
+                mixed, conv = short_convolution(
+                    mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around()
+                )
             states |= {"cu_seqlens": cu_seqlens} if context is None else {}
             op, arguments, options = self._kda_call(p, mixed, states, share)
-        o, state = op(*arguments, **options)
+        with called(**SLOTS, state_pool="pool.state", initial_state="cache.state"):
+            o, state = op(*arguments, **options)
         if cu_seqlens is not None and o.requires_grad:
             o = zero_strays(o, cu_seqlens)
         norm = _narrowed(share.whole(self.o_norm), o.dtype)
@@ -318,18 +328,31 @@ class KimiDeltaAttention(nn.Module):
     @torch.no_grad()
     def explain(self, batch: int, tokens: int) -> Explanation:
         """Says which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
-        own = self.conv_weight
-        x = torch.zeros(batch, tokens, self.hidden_size, dtype=own.dtype, device=own.device)
+        for name, size in (("batch", batch), ("tokens", tokens)):
+            check_int(name, size)
+            rule(name, size >= 0, "at least 0", size)
+        device = self.conv_weight.device
+        x = torch.zeros(batch, tokens, self.hidden_size, dtype=self._input_dtype(), device=device)
         share, p = self._projected(x)
         mixed = x.new_zeros(batch, tokens, share.heads(sum(self.conv_channels)))
         op, arguments, options = self._kda_call(p, mixed, {"output_final_state": True}, share)
         return explain(op, *arguments, **options)
 
+    def _input_dtype(self) -> torch.dtype:
+        """The dtype of the projections, as far as they have one; filters may stay in float32."""
+        dtypes = (x.dtype for x in self.b_proj.parameters() if x.is_floating_point())
+        return next(dtypes, self.conv_weight.dtype)
+
     def _projected(self, x: Tensor) -> tuple[Share, dict[str, Tensor]]:
         """A rank's share of the heads, and the outputs of all projections, of its heads, by name."""
         names = {"f_proj": "f_proj.1", "g_proj": "g_proj.1"}
         modules = ("q_proj", "k_proj", "v_proj", "f_proj", "b_proj", "g_proj")
-        p = {names.get(name, name): getattr(self, name)(x) for name in modules}
+        try:
+            p = {names.get(name, name): getattr(self, name)(x) for name in modules}
+        except RuntimeError as error:
+            if x.dtype == (dtype := self._input_dtype()):
+                raise
+            raise TypeError(f"x must be in the projections' dtype {dtype}; got {x.dtype}") from error
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
         heads = {"q_proj": (H, K), "k_proj": (H, K), "v_proj": (HV, V)}
         heads |= {"f_proj.1": (HV, K), "b_proj": (HV, 1), "g_proj.1": (HV, V)}
@@ -353,7 +376,7 @@ class KimiDeltaAttention(nn.Module):
         (rows,) = mask.flatten().nonzero(as_tuple=True)
         offsets = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
         y, cache = self.forward(x.flatten(0, 1)[rows][None], cu_seqlens=offsets, **options)
-        return y.new_zeros(B * T, y.shape[-1]).index_copy(0, rows, y[0]).unflatten(0, (B, T)), cache
+        return y.new_zeros(B * T, y.shape[-1]).index_copy(0, rows, y[0]).view(B, T, y.shape[-1]), cache
 
     def _around(self) -> str:
         """The backend of convolution and norm, of which Hopper has no kernels of its own."""
@@ -393,7 +416,8 @@ class KimiDeltaAttention(nn.Module):
             norm_weight=_narrowed(share.whole(self.o_norm), mixed.dtype),
         )
         options: dict[str, Any] = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
-        return fused_kda_decode(mixed[:, 0], **tensors, **options, **where)
+        with called(**SLOTS, conv_state="pool.conv", state="pool.state"):
+            return fused_kda_decode(mixed[:, 0], **tensors, **options, **where)
 
     def _kda_call(
         self, p: dict[str, Tensor], mixed: Tensor, states: dict[str, object], share: Share
@@ -404,7 +428,7 @@ class KimiDeltaAttention(nn.Module):
             mixed, g, beta = mixed.float(), g.float(), beta.float()
         q, k, v = mixed.split([share.heads(channels) for channels in self.conv_channels], dim=-1)
         widths = (self.head_dim, self.head_dim, self.head_v_dim, self.head_dim)
-        by_heads = (x.unflatten(-1, (-1, width)) for x, width in zip((q, k, v, g), widths))
+        by_heads = (_by_heads(x, width) for x, width in zip((q, k, v, g), widths))
         options = {
             **self._gate_options(),
             "A_log": share.part(self.A_log),
@@ -492,6 +516,11 @@ def zero_strays(o: Tensor, cu_seqlens: Tensor) -> Tensor:
     weights behind."""
     covered = torch.arange(o.shape[1], device=o.device) < cu_seqlens[-1]
     return torch.where(covered[:, None, None], o, 0.0)
+
+
+def _by_heads(x: Tensor, width: int) -> Tensor:
+    """A view `[.., heads, width]`. (`torch.compile` can't trace `unflatten` where a default device is set.)"""
+    return x.view(*x.shape[:-1], x.shape[-1] // width, width)
 
 
 def _low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..problem.errors import wrong
+from ..problem.arguments import check_int, check_tensor, number_or_none, positive
+from ..problem.errors import mistyped, rule, wrong
+from ..runtime.devices import find_device
 from .attention import KdaCache, KdaPool, KimiDeltaAttention
 
 VOCABULARY = "\n" + " " + string.digits + string.ascii_letters + string.punctuation
@@ -27,6 +29,8 @@ VOCABULARY = "\n" + " " + string.digits + string.ascii_letters + string.punctuat
 
 _TOKENS = {character: token for token, character in enumerate(VOCABULARY)}
 _CONFIG_KEY = "flashdelta.language_model"
+
+SAVED = "a file that save_model wrote"
 
 Caches = tuple[KdaCache, ...]
 """One `KdaCache` per layer."""
@@ -124,6 +128,10 @@ class KdaLanguageModel(nn.Module):
 
     def __init__(self, config: LanguageModelConfig, *, chunk_size: int = 64, backend: str = "auto") -> None:
         super().__init__()
+        if not isinstance(config, LanguageModelConfig):
+            raise mistyped("config", config, "a LanguageModelConfig")
+        for name in ("hidden_size", "num_layers", "mlp_size"):  # the layers check the others
+            positive(name, getattr(config, name))
         self.config = config
         self.embedding = nn.Embedding(len(VOCABULARY), config.hidden_size)
         blocks = (Block(config, chunk_size=chunk_size, backend=backend) for _ in range(config.num_layers))
@@ -161,7 +169,7 @@ class KdaLanguageModel(nn.Module):
         """Scores every next token.
 
         Args:
-            tokens: `[B, T]` int64, `T >= 1`.
+            tokens: `[B, T]` int64 or int32, `T >= 1`.
             caches: of the tokens before these, from an earlier call; None at the start of the text.
             return_caches: also return the caches after the last token.
             pools: instead of caches: texts go on from their slots, as in `KimiDeltaAttention.forward`.
@@ -172,12 +180,24 @@ class KdaLanguageModel(nn.Module):
             `(logits [B, T, len(VOCABULARY)], caches or None)`, the logits in the model's dtype.
 
         Raises:
-            ValueError: `tokens` that are not `[B, T]`, or not one cache per layer.
+            ValueError, TypeError: `tokens` that are none, or not one cache or pool per layer.
         """
+        check_tensor("tokens", tokens)
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"tokens must be of dtype int32 or int64; got {tokens.dtype}")
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise wrong("tokens", f"shape {list(tokens.shape)}", "[B, T] with T >= 1")
-        if caches is not None and len(caches) != len(self.blocks):
-            raise wrong("caches", len(caches), f"one per layer = {len(self.blocks)}")
+        if tokens.device.type == "cpu" and tokens.numel() > 0 and not torch.compiler.is_compiling():
+            low, high = int(tokens.min()), int(tokens.max())
+            rule(
+                "tokens",
+                low >= 0 and high < len(VOCABULARY),
+                f"from 0 to {len(VOCABULARY) - 1}",
+                low if low < 0 else high,
+            )
+        for name, given in (("caches", caches), ("pools", pools)):
+            if given is not None and len(given) != len(self.blocks):
+                raise wrong(name, len(given), f"one per layer = {len(self.blocks)}")
         x = self.embedding(tokens)
         after = []
         nothing = [None] * len(self.blocks)
@@ -211,7 +231,8 @@ class KdaLanguageModel(nn.Module):
         Raises:
             ValueError: a negative temperature.
         """
-        if temperature < 0:
+        number_or_none("temperature", temperature)
+        if temperature is None or temperature < 0:
             raise wrong("temperature", temperature, "at least 0")
         while True:
             token = sample(logits, temperature, generator)
@@ -229,6 +250,8 @@ class KdaLanguageModel(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Continues every prompt `[B, T]` by `tokens` tokens: the continuation, `[B, tokens]`. Else as `steps`."""
+        check_int("tokens", tokens)
+        rule("tokens", tokens >= 0, "at least 0", tokens)
         if tokens == 0:
             return prompt.new_empty(prompt.shape[0], 0)
         logits, caches = self(prompt, return_caches=True)
@@ -245,15 +268,24 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator | None
 
 
 def save_model(model: KdaLanguageModel, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes weights (in `dtype`; `A_log` and `dt_bias` in float32) and shape to one safetensors file."""
-    from safetensors.torch import save_file  # an optional dependency: the layer itself needs only torch
+    """Writes weights (in `dtype`; `A_log` and `dt_bias` in float32) and shape to one safetensors file.
 
+    Raises:
+        ValueError: a dtype that is not of floats, or a file that can't be written.
+    """
+    from safetensors import SafetensorError  # an optional dependency: the layer itself needs only torch
+    from safetensors.torch import save_file
+
+    rule("dtype", isinstance(dtype, torch.dtype) and dtype.is_floating_point, "a dtype of floats", dtype)
     exact = ("A_log", "dt_bias")
     weights = {
         name: (x if name.endswith(exact) else x.to(dtype)).detach().cpu().contiguous()
         for name, x in model.state_dict().items()
     }
-    save_file(weights, str(path), metadata={_CONFIG_KEY: json.dumps(asdict(model.config))})
+    try:
+        save_file(weights, str(path), metadata={_CONFIG_KEY: json.dumps(asdict(model.config))})
+    except SafetensorError as error:
+        raise wrong("path", f"{str(path)!r} ({error})", "a file that can be written") from error
 
 
 def load_model(
@@ -268,23 +300,31 @@ def load_model(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a safetensors file that holds no such model.
+        ValueError: a file that holds no such model.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
+    device = find_device(device)
+    rule("dtype", isinstance(dtype, torch.dtype) and dtype.is_floating_point, "a dtype of floats", dtype)
     if not Path(path).is_file():
-        raise FileNotFoundError(f"path must be a file that save_model wrote; got {str(path)!r}")
-    with safe_open(str(path), framework="pt") as file:
-        config = _read_config(path, file.metadata() or {})
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    model = KdaLanguageModel(config, chunk_size=chunk_size, backend=backend)
-    model.load_state_dict(weights)
+        raise FileNotFoundError(f"path must be {SAVED}; got {str(path)!r}")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as error:
+        raise wrong("path", f"{str(path)!r}, which is no safetensors file ({error})", SAVED) from error
+    model = KdaLanguageModel(_read_config(path, metadata), chunk_size=chunk_size, backend=backend)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise wrong("path", f"{str(path)!r} with weights of another shape ({error})", SAVED) from error
     return model.to(device=device, dtype=dtype).eval()
 
 
 def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelConfig:
     if _CONFIG_KEY not in metadata:
-        raise wrong("path", f"{str(path)!r} without a model's shape", "a file that save_model wrote")
+        raise wrong("path", f"{str(path)!r} without a model's shape", SAVED)
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
     if values.keys() != names:

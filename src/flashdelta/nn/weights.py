@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..problem.errors import wrong
+from ..problem.errors import mistyped, wrong
 from .attention import KimiDeltaAttention
 
 Form = Literal["fla", "transformers", "checkpoint"]
@@ -43,6 +43,8 @@ def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: a name that no form has, or one that is missing.
     """
+    if not isinstance(weights, Mapping):
+        raise mistyped("weights", weights, "a state dict")
     found: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
     names = {theirs: ours for ours, theirs in LOW_RANK.items()}
@@ -87,6 +89,8 @@ def export_weights(layer: KimiDeltaAttention, form: Form) -> dict[str, Tensor]:
     Raises:
         ValueError: another form.
     """
+    if not isinstance(layer, KimiDeltaAttention):
+        raise mistyped("layer", layer, "a KimiDeltaAttention")
     if form not in FORMS:
         raise wrong("form", repr(form), f"one of {FORMS}")
     found: dict[str, Tensor] = {}

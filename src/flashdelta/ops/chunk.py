@@ -65,9 +65,10 @@ def chunk_kda(
 
     Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place). `state_pool` and
     the buffers `out`, `final_state` and `checkpoint_states` are written, nothing else is; they take part in no transform of
-    `torch.func`. States may also be float64 where q is. A sequence's result is bitwise independent of the rest of the batch,
-    except for the plan of a split (see `split`). A call with gradients, or with g in float32, may differ in rounding from one
-    without, as the backend `hopper` has forms of its kernels for each.
+    `torch.func`. On a CPU values are checked as FLASHDELTA_CHECK=1 checks them, but for decays. States may also be float64
+    where q is. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a split (see
+    `split`). A call with gradients, or with g in float32, may differ in rounding from one without, as the backend `hopper` has
+    forms of its kernels for each.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -85,7 +86,7 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: beta is a logit: `sigmoid(beta)` is the write strength.
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
-            `lower_bound` needs no promise, and the unbounded `softplus` gate ignores it. Without it any decay is exact.
+            `lower_bound` needs no promise; the unbounded `softplus` gate refuses one. Without it any decay is exact.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; refused with others, which would ignore it.
         disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
             about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. Traced
@@ -122,7 +123,7 @@ def chunk_kda(
         state_indices: `[N]` int32 or int64, required with `state_pool`: each sequence's slot. A null index (see `null_index`),
             or one past the pool's end, starts from zeros and stores nothing. No two states may be stored to one slot. Like
             `cu_seqlens`, values are not read on the host; FLASHDELTA_CHECK=1 verifies them.
-        null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
+        null_index: which indices are null: `"negative"`, or with `state_pool` `"non_positive"` (slot 0 is reserved).
         has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot. None means
             True everywhere.
         checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ..problem import operations
 from ..problem.arguments import check_int, check_int_in
-from ..problem.errors import wrong
+from ..problem.errors import by_keyword, named_options, wrong
 from ..problem.problem import DECODE_TOKENS, GateName, NullIndex, record_width
 from ..runtime.call import Dispatcher
 from ..runtime.devices import find_device
 
 
+@named_options
 def recurrent_kda(
     q: Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
     g: Tensor | None = None,
     beta: Tensor | None = None,
-    *,
+    *positional: NoReturn,
     mixed_qkv: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -57,7 +59,7 @@ def recurrent_kda(
 
     An index that is null (see `null_index`) or past the pool's end names no slot. A sequence whose start has no slot is null:
     its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot. On a CPU
-    an index past the end is refused.
+    values are checked as FLASHDELTA_CHECK=1 checks them, but for decays.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
@@ -113,6 +115,8 @@ def recurrent_kda(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
+    if positional:
+        raise by_keyword(recurrent_kda, positional)
     tensors = (
         q, k, v, g, beta, mixed_qkv, A_log, dt_bias, initial_state, cu_seqlens, ssm_state_indices,
         num_accepted_tokens, output, initial_state_source, initial_state_indices, intermediate_states,

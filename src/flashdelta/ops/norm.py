@@ -29,7 +29,7 @@ def gated_rms_norm(
     Args:
         x: `[.., V]`, bfloat16, float16 or float32 (float64: reference backend); `V` up to 8192.
         z: x's shape and dtype, or bfloat16 or float16 with x in float32: the gate's input.
-        weight: `[V]`, float32 or dtype of x.
+        weight: `[V]`, float32 or dtype of x, or bfloat16 or float16 with x in float32.
         eps: added to the mean of squares; above 0, and within float32.
         activation: of the gate, `"sigmoid"` or `"silu"`.
         backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.

@@ -1,4 +1,4 @@
-"""What the kernels of a rank read of the others: where sequences go on, as numbers on the device (docs/parallel.md)."""
+"""The part of other ranks that a rank's kernels read: where sequences go on, as numbers on the device (docs/parallel.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BORDER = 10
 """Numbers of a border."""
 
 MASK = 2**31 - 1
-"""Of a hash."""
+"""Bits of a hash."""
 
 ANY_HALO = 2**30
 """Tokens on earlier ranks, where only shapes tell how many there are; and the most that are counted."""

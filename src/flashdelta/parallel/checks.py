@@ -1,4 +1,4 @@
-"""What FLASHDELTA_CHECK=1 verifies of calls over ranks: that all make the same one, and that none of them refuses it."""
+"""FLASHDELTA_CHECK=1 verifies of calls over ranks: that all make the same one, and that none of them refuses it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALIKE = (
     *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad"),
     *(name for name in settings_of(ChunkProblem) if name not in MAY_DIFFER),
 )
-"""Fields of their problems that the calls of all ranks have in common."""
+"""Fields of problems that calls of all ranks have in common."""
 
 REFUSED = [-1, 0, 0, 0, 0, 0]
 """Instead of a call's hash, that of its offsets, and its border: this rank refuses the call."""

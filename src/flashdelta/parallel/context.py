@@ -1,4 +1,4 @@
-"""What a call knows of the other ranks of a process group, over which its sequences lie (docs/parallel.md)."""
+"""A call's knowledge of the other ranks of a process group, over which its sequences lie (docs/parallel.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .checks import broadcast_errors, check_on_all_ranks
 from .exchange import EXCHANGES, check_alive, chosen_exchange, members
 
 MOST_TOKENS = 2**31 - 1
-"""Of a rank."""
+"""The most that a rank may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class ContextParallel:
     capacity: tuple[int, ...] = ()
     """How many sequences `cu_seqlens` of each rank has room for."""
     sequences: int = field(default=0, repr=False)
-    """Of all ranks, as many as the offsets are for."""
+    """Their number over all ranks: as many as the offsets are for."""
     alike: tuple = field(init=False, repr=False)
     """All that launches depend on. Contexts with other offsets are equal if this is: calls with them replay each other."""
 

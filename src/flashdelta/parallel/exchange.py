@@ -149,7 +149,7 @@ LIVING = "a living process group"
 
 
 TURNS = 2
-"""Of the places for packets that exchanges take in turn. A captured one has a place of its own, behind these."""
+"""The number of places for packets that exchanges take in turn. A captured one has a place of its own, behind these."""
 
 LEAST_ROOM = 1 << 16
 """Bytes of a packet, of which room for others is a multiple."""
@@ -196,7 +196,7 @@ class SharedMemory:
         """As PyTorch's symmetric memory has it."""
         self.buffers: list[Tensor] = []
         self.places: dict[tuple[int, int], _Place] = {}
-        """By bytes of a packet, and by where the first one lies."""
+        """Places by bytes of a packet, and by where the first one lies."""
         earlier, later = range(self.rank), range(self.rank + 1, self.ranks)
         self.others = (*later, *earlier)
         """Each rank begins with another one."""
@@ -208,7 +208,7 @@ class SharedMemory:
         self.done: torch.cuda.Event | None = None
         self.stream: torch.cuda.Stream | None = None
         self.sending: torch.cuda.Stream | None = None
-        """Of copies to other ranks; none where a group stands in, whose signals wait for no stream."""
+        """The stream of copies to other ranks; none where a group stands in, whose signals wait for no stream."""
         self.ready: torch.cuda.Event
         self.sent: torch.cuda.Event
         self.packet: Tensor | None = None

@@ -4,14 +4,13 @@ stage `merge` of `kernels/stages/merge.py`, for every backend's kernels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..kernels.stages.launch import StageCall
 from ..kernels.stages.merge import merge, store_ends
-from ..problem.problem import BACKWARD, ChunkProblem, ChunkTensors
+from ..problem.problem import BACKWARD, ChunkProblem, ChunkTensors, replaced
 from ..program.launch import Launch
 from ..program.plan import Outputs, Step
 from ..program.workspace import Slots
@@ -40,7 +39,7 @@ def carried_states(
         to = ALL if goes_back and problem.ranks > 2 else LATER
         sent = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
         if problem.relays and problem.rank == 0:
-            call = replace(call, packet=packet)
+            call = replaced(call, packet=packet)
             after.append(sent)
         else:
             if problem.rank < problem.ranks - 1:
@@ -50,9 +49,9 @@ def carried_states(
         return before, call, after  # nothing comes from a rank before
     states = t.memory.new(problem.state_shape, torch.float32)
     before.append(merge(call, packets, None, states))
-    from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
-    t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
-    return before, replace(call, problem=from_here, t=t), after
+    from_here = replaced(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
+    t = replaced(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
+    return before, replaced(call, problem=from_here, t=t), after
 
 
 def with_rank_exchange(
@@ -102,11 +101,11 @@ def carried_gradients(
         if ends is not None:
             assert t.border is not None
             ends = t.border[OPENED:]
-        alone = replace(problem, N=problem.packets, has_initial_state=True)
-        yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, sent.packet)
-        yield replace(sent, act=send)
+        alone = replaced(problem, N=problem.packets, has_initial_state=True)
+        yield reverse(alone, replaced(t, cu_seqlens=ends), t.dht, sent.packet)
+        yield replaced(sent, act=send)
         yield from meanwhile
-        yield replace(sent, act=receive)
-    given = replace(problem, has_initial_state=t.dht is not None)
-    call = replace(call, problem=given, t=replace(t, initial_state=t.dht))
+        yield replaced(sent, act=receive)
+    given = replaced(problem, has_initial_state=t.dht is not None)
+    call = replaced(call, problem=given, t=replaced(t, initial_state=t.dht))
     yield merge(call, packets, sent.packets, grads)

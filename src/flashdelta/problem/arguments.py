@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .errors import mistyped, rule, wrong
-from .problem import Problem, Tensors, problem_of
+from .problem import Problem, Tensors, problem_of, record
 
 Made = tuple[Problem, Tensors]
 
@@ -140,9 +140,9 @@ class Arguments:
     """
 
     def __init__(self, given: Mapping[str, Any], dry: bool = False):
-        for name, value in given.items():
-            setattr(self, name, value)
-        self.dry = dry
+        vars(self).update(given)
+        self.read: Callable[[Tensor], Tensor] = (lambda x: x) if dry else resolved
+        """A tensor as memory has it; a `dry` check copies nothing."""
         self.sizes: dict[str, int] = {}
         self.first, self.device = "", torch.device("cpu")
         self.tensors: dict[str, Tensor] = {}
@@ -159,7 +159,8 @@ class Arguments:
 
     def require(self, name: str, shape: str | Sequence[str], *dtypes: torch.dtype, **layout: Any) -> None:
         """Checks a tensor that may not be left out."""
-        check_tensor(name, getattr(self, name))
+        if getattr(self, name) is None:
+            check_tensor(name, None)
         self.check(name, shape, *dtypes, **layout)
 
     def check(
@@ -179,7 +180,9 @@ class Arguments:
             raise wrong(name, shape_of(x), f"of shape {' or '.join([self.described(each) for each in shapes])}")
         if x.dtype not in dtypes:
             allowed = " or ".join([dtype_name(dtype) for dtype in dict.fromkeys(dtypes)])
-            raise TypeError(f"{name} must be of dtype {allowed}; got {dtype_name(x.dtype)}")
+            mixed = self.first and dtypes[0].is_floating_point
+            beside = f" beside {self.first} in {dtype_name(self.tensors[self.first].dtype)}" if mixed else ""
+            raise TypeError(f"{name} must be of dtype {allowed}{beside}; got {dtype_name(x.dtype)}")
         if not self.first:
             self.first, self.device = name, x.device
         if x.device != self.device:
@@ -205,12 +208,13 @@ class Arguments:
             return False
         new, sizes = {}, self.sizes
         for symbol, n in zip(symbols, shape):
-            known = sizes[symbol] if symbol in sizes else self.size(symbol)
-            if known is None:
-                new[symbol] = n
-            elif known != n:
-                return False
-        self.sizes.update(new)
+            if sizes.get(symbol) != n:
+                known = self.size(symbol)
+                if known is None:
+                    new[symbol] = n
+                elif known != n:
+                    return False
+        sizes.update(new)
         return True
 
     def described(self, shape: str) -> str:
@@ -242,18 +246,13 @@ class Arguments:
     def requires_grad(self) -> bool:
         return torch.is_grad_enabled() and any([x.requires_grad for x in self.tensors.values()])
 
-    def read(self, name: str) -> Any:
-        """A tensor as memory has it; a `dry` check copies nothing."""
-        x = getattr(self, name, None)
-        return x if x is None or self.dry else resolved(x)
-
     def made(
         self, problem: type[Problem], tensors: type[Tensors], called: Mapping[str, str] | None = None, **settings: Any
     ) -> Made:
         """The problem, and the tensors by role. `called`: the names of roles, where they differ."""
-        called = called or {}
-        names = ((role, called.get(role, role)) for role in tensors.__dataclass_fields__)
-        t = tensors(**{role: x for role, name in names if (x := self.read(name)) is not None})
+        given, called = vars(self), called or {}
+        found = {role: given.get(called.get(role, role)) for role in tensors.__dataclass_fields__}
+        t = record(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
         return problem_of(problem, t, **settings), t
 
 
@@ -262,21 +261,22 @@ class Arguments:
 
 def extent(x: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last one."""
-    if x.numel() == 0:
-        return 0
-    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1) * x.element_size()
+    if x.is_contiguous():
+        return x.nbytes
+    return (sum([(n - 1) * s for n, s in zip(x.shape, x.stride())]) + 1) * x.element_size()
 
 
 def has_address(x: Tensor) -> bool:
     """Not so on the meta device, in subclasses, and inside the transforms of `torch.func`."""
-    return is_plain(x) and x.device.type != "meta" and not is_wrapped(x)
+    return is_plain(x) and not x.is_meta and not is_wrapped(x)
 
 
 def memory(x: Tensor | None) -> tuple[int, int] | None:
     """Where a tensor begins and ends; None of one without addresses. Interleaved slices of one buffer share memory, too."""
     if x is None or x.numel() == 0 or not has_address(x):
         return None
-    return x.data_ptr(), x.data_ptr() + extent(x)
+    begin = x.data_ptr()
+    return begin, begin + extent(x)
 
 
 # ---- what a backward pass refuses ------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Checks of the values of tensors: FLASHDELTA_CHECK=1 reads them on the host (a synchronisation).
 
 Without it a call on a GPU reads none of them, and bad values lead nowhere outside the tensors. On a CPU reading costs nothing:
-offsets and slots are always checked there. The variable is read once, when the package is imported, and a change after that
-does nothing: asking the environment at every call costs 0.8 us, a flag 0.02 us. `flashdelta doctor` says which it is.
+offsets, indices and counts are always checked there, and only log decays are not. The variable is read once, when the package
+is imported, and a change after that does nothing: asking the environment at every call costs 0.8 us, a flag 0.02 us.
+`flashdelta doctor` says which it is.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LOWEST_DECAY = -5.0
 ENABLED = is_on("FLASHDELTA_CHECK", False)
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") != "1"
-"""Turns `check_on_cpu` on. Triton's interpreter shows what kernels do on a GPU."""
+"""Always checks calls on a CPU. Triton's interpreter shows what kernels do on a GPU."""
 
 NameOf = Callable[[str], str]
 """The caller's name of a role."""
@@ -48,21 +49,9 @@ def enabled() -> bool:
     return ENABLED and not torch.compiler.is_compiling()
 
 
-def check_on_cpu(t: Tensors, name_of: NameOf) -> None:
-    """Offsets must be in order and within the tokens, and indices within the pool."""
-    found = t.present()
-    if "cu_seqlens" in found:
-        _check_offsets(found["cu_seqlens"].tolist(), t.primary.shape[1])
-    pools = {"state": ("state_pool", "slots"), "source": ("source_pool", "slots")}
-    for prefix, (pool, unit) in (pools | {"intermediate": ("intermediate_states", "rows")}).items():
-        indices = found.get(f"{prefix}_indices")
-        if indices is not None and pool in found and indices.numel() > 0:
-            _check_slot(name_of(f"{prefix}_indices"), int(indices.max()), found[pool].shape[0], unit)
-
-
 def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: object = None) -> None:
-    """Every index must be null or name a slot, no slot may be written twice, and checkpoints and counts must be possible.
-    `on_host`: the offsets that the host has of `cu_seqlens`."""
+    """Every index must be null or name a slot, no slot may be written twice, and checkpoints and counts must be possible; if
+    `ENABLED`, log decays too. `on_host`: the offsets that the host has of `cu_seqlens`."""
     if not isinstance(problem, PoolProblem):
         return
     found = t.present()
@@ -83,7 +72,7 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: object = None)
         _check_rows(problem, found, lengths, name_of)
     if isinstance(problem, SequenceProblem):
         _check_checkpoints(problem, found, lengths, pool)
-    if isinstance(problem, AttentionProblem):
+    if ENABLED and isinstance(problem, AttentionProblem):
         _check_decays(problem, found, lengths, name_of("g"))
 
 
@@ -99,7 +88,7 @@ def _check_decays(problem: AttentionProblem, found: Mapping[str, Tensor], length
     g = g[live.repeat_interleave(torch.tensor(lengths)).to(g.device)].float()
     decays = F.logsigmoid(g) if problem.gate == "logsigmoid" else g
     if bool((decays > 0).any()):
-        wanted = "of log decays at most 0 (use_gate_in_kernel=True takes gate inputs)"
+        wanted = "of log decays at most 0 (a gate makes them of other inputs; see gate)"
         raise wrong(name, f"{decays[decays > 0].max():.4g}", wanted)
     if problem.safe_gate and bool((decays < LOWEST_DECAY).any()):
         wanted = "of log decays in [-5, 0], as safe_gate promises"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+
+MOST_SHOWN = 80
+"""Characters of a value that an error repeats: a list may have millions."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,7 +26,21 @@ def rule(argument: str, holds: bool, wanted: str, got: object) -> None:
 
 def mistyped(argument: str, got: object, wanted: str) -> TypeError:
     """The error for an argument of the wrong type."""
-    return TypeError(f"{argument} must be {wanted}; got {got!r} ({type(got).__name__})")
+    text = repr(got)
+    text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return TypeError(f"{argument} must be {wanted}; got {text} ({type(got).__name__})")
+
+
+@contextlib.contextmanager
+def called(**names: str) -> Iterator[None]:
+    """Refusals in the block name arguments as the caller does: `names` has the caller's name of each."""
+    try:
+        yield
+    except (ValueError, TypeError) as refusal:
+        name, _, rest = str(refusal).partition(" ")
+        if name not in names:
+            raise
+        raise type(refusal)(f"{names[name]} {rest}") from refusal
 
 
 def named_options(function: Function) -> Function:

@@ -69,7 +69,7 @@ PREFILL_SIZES = ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64))
 """`(K, V, C)` of `kda_prefill`."""
 
 MIN_TAPS, MAX_TAPS = 2, 4
-"""Of `short_convolution`."""
+"""Limits of `short_convolution`."""
 
 FUSED_HEAD_DIMS = (32, 64, 128)
 """K and V of `fused_kda_decode`: a CTA holds a head's whole state in registers."""
@@ -78,13 +78,13 @@ MAX_NORM = 8192
 """Channels of a row that `gated_rms_norm` takes: a CTA holds whole rows."""
 
 EPSILONS = torch.finfo(torch.float32)
-"""Of norms: kernels add them in float32."""
+"""The range of a norm's epsilon: kernels add them in float32."""
 
 LOWEST_BOUND = -5.0
 """Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
 
 MAX_SEGMENTS = 1024
-"""Of a sequence."""
+"""The most of a sequence."""
 
 MAX_CHECKPOINTS = 8
 """Checkpoints a sequence may have in a pool: each adds a chunk slot to every sequence."""
@@ -157,7 +157,7 @@ def check_gate(c: Arguments, logits: str) -> str:
     gate = c.gate
     if gate is None:
         gate = "none" if not c.use_gate_in_kernel else "softplus" if c.lower_bound is None else "lower_bound"
-    unread = f"None (the gate {gate!r} does not read it; use_gate_in_kernel=True would)"
+    unread = f"None (the gate {gate!r} does not read it; see gate)"
     for name in ("A_log", "dt_bias"):
         rule(name, gate in PARAMETRIC_GATES or getattr(c, name) is None, unread, "a tensor")
     rule("lower_bound", gate == "lower_bound" or c.lower_bound is None, unread, c.lower_bound)
@@ -168,16 +168,22 @@ def check_gate(c: Arguments, logits: str) -> str:
 
 def check_pool_options(c: Arguments) -> None:
     """Checks which arguments a call over a pool of states takes, and one without a pool."""
-    check_name("null_index", c.null_index, *NULL_INDICES)
     c.flags("output_final_state")
     c.needs("state_indices", "state_pool")
     c.needs("has_initial_state", "state_pool")
+    check_null_index(c, "state_indices")
     if c.state_pool is not None:
         c.exclusive("state_pool", "initial_state")
         c.exclusive("final_state", "state_pool")
         rule("state_indices", c.state_indices is not None, "a tensor with state_pool", None)
         receives = "False with state_pool, which receives the final states"
         rule("output_final_state", not c.output_final_state, receives, True)
+
+
+def check_null_index(c: Arguments, *indices: str) -> None:
+    check_name("null_index", c.null_index, *NULL_INDICES)
+    read = c.null_index == "negative" or any([getattr(c, name) is not None for name in indices])
+    rule("null_index", read, f"'negative' without {' and '.join(indices)}, which read it", repr(c.null_index))
 
 
 def require_explicit(c: Arguments, name: str) -> None:
@@ -310,9 +316,9 @@ def check_gradients(c: Arguments) -> None:
 def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> dict[str, Any]:
     """The settings of attention. Brings parameters of the gate into the shape by head (and channel)."""
     if c.A_log is not None and c.A_log.dim() == 4:
-        c.A_log = c.A_log.reshape(c.sizes["HV"])
+        c.A_log = c.A_log.view(c.sizes["HV"])
     if c.dt_bias is not None and c.dt_bias.dim() == 1:
-        c.dt_bias = c.dt_bias.reshape(getattr(c, g).shape[2:])
+        c.dt_bias = c.dt_bias.view(getattr(c, g).shape[2:])
     return dict(
         scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,
@@ -333,6 +339,7 @@ def validate_chunk(c: Arguments) -> Made:
     check_int_in("chunk_size", c.chunk_size, CHUNK_SIZES)
     check_split(c.split)
     gate = check_sequence_options(c)
+    rule("safe_gate", gate != "softplus" or not c.safe_gate, "False with the gate 'softplus', which has no bound", True)
     check_checkpoint_options(c, "state_pool", "checkpoint_states")
     c.needs("cu_seqlens_cpu", "cu_seqlens")
     single_rank_only(c, "cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states")
@@ -348,8 +355,7 @@ def validate_chunk(c: Arguments) -> Made:
         check_offsets_on_host(c)
     check_gradients(c)
     settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
-    # the softplus gate has no bound that a promise could mean
-    settings["safe_gate"] |= c.safe_gate and gate != "softplus"
+    settings["safe_gate"] |= c.safe_gate
     names = ("chunk_size", "return_intermediate_states", "batch_invariant", "disable_recompute")
     settings |= {name: getattr(c, name) for name in names}
     if c.cp_context is not None and c.cp_context.ranks > 1:
@@ -414,7 +420,7 @@ DECODE_NAMES = {
 
 def validate_decode(c: Arguments) -> Made:
     c.flags("output_final_state", "use_qk_l2norm_in_kernel", "state_v_first", "update_state")
-    check_name("null_index", c.null_index, *NULL_INDICES)
+    check_null_index(c, "ssm_state_indices", "initial_state_indices")
     check_spec_tokens(c.num_spec_tokens)
     gate = check_gate(c, "beta_is_logit")
     check_decode_options(c)
@@ -554,7 +560,7 @@ def validate_prefill(c: Arguments) -> Made:
     name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
     rule(name, size in PREFILL_SIZES, f"one of {', '.join(map(str, PREFILL_SIZES))}", f"(K, V, C) = {size}")
     c.refuse_gradients(NO_GRADIENTS["prefill"])
-    return prefill_problem(c, {name: c.read(name) for name in c.tensors})
+    return prefill_problem(c, {name: c.read(x) for name, x in c.tensors.items()})
 
 
 def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem, ChunkTensors]:
@@ -616,8 +622,9 @@ def validate_norm(c: Arguments) -> Made:
     c.require("x", rows, *FLOATS)
     rule("x", 1 <= c.sizes["V"] <= MAX_NORM, f"of a last dimension from 1 to {MAX_NORM}", shape_of(c.x))
     dtype = c.x.dtype
-    c.require("z", rows, dtype, *((torch.bfloat16, torch.float16) if dtype == FLOAT32 else ()))
-    c.require("weight", "V", wider(dtype), dtype)
+    narrow = (torch.bfloat16, torch.float16) if dtype == FLOAT32 else ()
+    c.require("z", rows, dtype, *narrow)
+    c.require("weight", "V", wider(dtype), dtype, *narrow)
     return c.made(NormProblem, NormTensors, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps))
 
 
@@ -734,7 +741,7 @@ class Operation:
     validate: Callable[[Arguments], Made]
     may_write: tuple[str, ...] = ()
     called: Mapping[str, str] = field(default_factory=dict)
-    reads: Callable[[Arguments], str | None] = lambda c: None
+    reads: Callable[[Mapping[str, Any]], str | None] = lambda given: None
     may_share: tuple[str, str] = ("", "")
     rows: str = ""
 
@@ -747,7 +754,7 @@ class Operation:
 
     def written(self, given: Mapping[str, object]) -> list[str]:
         """The caller's names of the tensors that a call writes."""
-        read = self.reads(Arguments(given))
+        read = self.reads(given)
         return [name for name in self.may_write if name != read and given.get(name) is not None]
 
     def overlaps(self, names: list[str]) -> dict[str, list[str]]:
@@ -769,11 +776,10 @@ class Operation:
         c = Arguments(given, dry)
         problem, t = self.validate(c)
         self.check_overlaps(c.tensors)
-        if not dry and not torch.compiler.is_compiling():
-            if device_checks.ENABLED:
+        if not torch.compiler.is_compiling():
+            on_cpu = device_checks.ON_CPU and t.device.type == "cpu" and all(map(has_address, t.present().values()))
+            if on_cpu or (device_checks.ENABLED and not dry):
                 device_checks.check(problem, t, self.name_of, given.get("cu_seqlens_cpu"))
-            elif device_checks.ON_CPU and t.device.type == "cpu" and all(map(has_address, t.present().values())):
-                device_checks.check_on_cpu(t, self.name_of)
         return problem, t
 
     def check_overlaps(self, tensors: Mapping[str, Tensor | None]) -> None:
@@ -781,9 +787,10 @@ class Operation:
         if torch.compiler.is_compiling() or all([tensors.get(name) is None for name in self.may_write]):
             return
         places = {name: place for name, x in tensors.items() if (place := memory(x)) is not None}
-        for name, others in self.overlaps([*places]).items():
-            for other in others if name in places else ():
-                if places[other][0] < places[name][1] and places[name][0] < places[other][1]:
+        for name in self.may_write:
+            begin, end = places.pop(name, (0, 0))  # so that each pair is there once
+            for other, (first, last) in places.items():
+                if first < end and begin < last and {name, other} != {*self.may_share}:
                     raise wrong(name, f"memory shared with {other}", "in memory of its own")
 
 
@@ -796,7 +803,7 @@ DECODE = Operation(
     validate_decode,
     ("output", "intermediate_states", "initial_state"),
     DECODE_NAMES,
-    reads=lambda c: None if c.update_state else "initial_state",
+    reads=lambda given: None if given["update_state"] else "initial_state",
     may_share=("initial_state", "initial_state_source"),
     rows="mixed_qkv",
 )
@@ -805,7 +812,7 @@ COMMIT = Operation(
     validate_commit,
     ("intermediate_states", "initial_state"),
     DECODE_NAMES,
-    reads=lambda c: None if is_record(c.intermediate_states) else "intermediate_states",
+    reads=lambda given: None if is_record(given["intermediate_states"]) else "intermediate_states",
 )
 PREFILL = Operation("prefill", validate_prefill)
 WY = Operation("wy", validate_wy)
@@ -816,7 +823,7 @@ FUSED_DECODE = Operation(
     validate_fused_decode,
     ("output", "intermediate_states", "conv_state", "state"),
     FUSED_NAMES,
-    reads=lambda c: None if c.intermediate_states is None else "state",
+    reads=lambda given: None if given["intermediate_states"] is None else "state",
     may_share=("conv_state", "state"),
     rows="x",
 )

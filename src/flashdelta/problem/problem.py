@@ -6,12 +6,14 @@ attention. Symbols as in docs/algorithm.md: `N` sequences (`B`, or `len(cu_seqle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
 GATES: tuple[str, ...] = get_args(GateName)
@@ -38,13 +40,25 @@ RECORD_COUNTS = 4
 """Numbers after a replay record. Those of the first token say how many are recorded, each to a slice of value channels."""
 
 RECORD_MULTIPLE = 16
-"""Of the width of replay records. With any number of heads strides are multiples of 16 then, so that kernels compile once."""
+"""The width of replay records is a multiple of it: strides are so with any number of heads, and kernels compile once."""
 
 L2_EPS = 1e-6
 """Added to the sum of squares of a row of q or k."""
 
 DEFAULT_PRECISION: Precision = "tf32x3"
 """21 mantissa bits or more, on tensor cores; true float32 products run on the ordinary units."""
+
+
+def record(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Makes a frozen dataclass of all its fields: its `__init__` sets one after the other, which takes five times as long."""
+    made = kind.__new__(kind)
+    vars(made).update(values)
+    return made
+
+
+def replaced(x: T, /, **changes: Any) -> T:
+    """Copies a dataclass as `dataclasses.replace` does, which takes twenty times as long."""
+    return record(type(x), {**vars(x), **changes})
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------
@@ -65,8 +79,7 @@ class Tensors:
     """Where the tensors lie (`workspace.Slots`)."""
 
     def present(self) -> dict[str, Tensor]:
-        roles = self.__dataclass_fields__
-        return {role: x for role in roles if (x := getattr(self, role)) is not None and role != "memory"}
+        return {role: x for role, x in vars(self).items() if x is not None and role != "memory"}
 
     def caller_outputs(self) -> dict[str, Tensor]:
         """Results by name that are tensors of the caller's."""
@@ -234,8 +247,10 @@ def states_of(t: Any) -> list[Tensor]:
 
 
 def state_dtype(t: Any) -> torch.dtype:
-    none = t.x.dtype if isinstance(t, ConvolutionTensors) else wider(t.primary.dtype)
-    return next((x.dtype for x in states_of(t)), none)
+    states = states_of(t)
+    if states:
+        return states[0].dtype
+    return t.x.dtype if isinstance(t, ConvolutionTensors) else wider(t.primary.dtype)
 
 
 def state_length(t: ConvolutionTensors) -> int:
@@ -592,7 +607,9 @@ FAMILIES: tuple[type[Problem], ...] = (
 DERIVED = {family: {f.name: f.metadata["derived"] for f in fields(family) if f.metadata} for family in FAMILIES}
 """How each family's tensors tell the fields that are no settings."""
 
+DEFAULTS = {family: {f.name: f.default for f in fields(family) if f.default is not MISSING} for family in FAMILIES}
+
 
 def problem_of(family: type[P], t: Tensors, **settings: Any) -> P:
     """The problem of tensors already validated."""
-    return family(**settings, **{name: derive(t) for name, derive in DERIVED[family].items()})
+    return record(family, DEFAULTS[family] | settings | {name: derive(t) for name, derive in DERIVED[family].items()})

@@ -145,7 +145,7 @@ def known_lengths(offsets: Any, chunk_size: Any, q: Any) -> tuple[int, int] | No
 
 
 _walked: dict[tuple, tuple[bytes, tuple[int, tuple[int, int] | None]]] = {}
-"""Of the offsets of a kind that came last, as the layers of a model all have the same."""
+"""The answer for the offsets of a kind that came last, as the layers of a model all have the same."""
 
 MOST_WALKED = 1024
 

@@ -21,7 +21,7 @@ class Entry(Protocol):
     """How many entries had been kept when it was last found."""
 
     types: Sequence[type]
-    """Of the call's options: 64.0 equals 64, and True equals 1, but they are not the same call."""
+    """Types of the call's options: 64.0 equals 64, and True equals 1, but they are not the same call."""
 
     writes: Sequence[int]
     """Tensors, by place, that the call writes."""

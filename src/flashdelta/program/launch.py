@@ -17,6 +17,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 from ..problem.arguments import extent
+from ..problem.problem import replaced
 
 _target = contextvars.ContextVar[torch.device | None]("_target", default=None)
 
@@ -50,15 +51,12 @@ def _properties(device: torch.device | None) -> Any:
 
 
 REGISTERS = 65536
-"""Of an SM."""
+"""Registers that an SM has."""
 
 
 HOPPER_PTXAS = "--regAllocOptLevel=4"
 """The default of ptxas, for Gluon kernels, which are Hopper's. Triton 3.9 asks for level 2 to work around a fault seen on
 Blackwell GPUs; kernels with 255 registers then spill up to 248 bytes and take up to a quarter longer (docs/machine-code.md)."""
-
-
-NUMBERS = (int, float, type(None))
 
 
 class Prepared(NamedTuple):
@@ -101,16 +99,17 @@ class Launch:
     def prepare(self) -> Prepared:
         """Compiles the kernel, to be launched directly: Triton's own way binds and specialises every argument anew, tens of
         microseconds per launch."""
-        call, tensors, described = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3)], [], []
+        call, tensors, described = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments], [], []
         for i, x in enumerate(self.arguments, ARGUMENTS):
+            if x is None or isinstance(x, (int, float)):
+                continue
             if isinstance(x, torch.Tensor):
                 if x.numel() > 0:
                     tensors.append((i, x))
-                x = 0
-            elif not isinstance(x, NUMBERS):
+                call[i] = 0
+            else:
                 described.append((i, x.base))
-                x = with_base(x, None)
-            call.append(x)
+                call[i] = replaced(x, base=None)
         call += self.constants.values()
         if knobs.runtime.interpret:
             return Prepared(functools.partial(interpret, self), call, tensors, described, None)
@@ -135,8 +134,9 @@ class Launch:
         return kernel
 
     def _key(self, device: int) -> tuple:
-        options = (self.num_warps, self.max_registers, self.overlaps)
-        return (device, self.kernel, *options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
+        # the function itself, since a `JITFunction` works out its hash each time
+        options = (device, self.kernel.fn, self.num_warps, self.max_registers, self.overlaps)
+        return (*options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
 
 
 _compiled: dict[tuple, CompiledKernel] = {}
@@ -174,7 +174,7 @@ def on_cpu(arguments: Sequence[Any], given: Sequence[Any]) -> list[Any]:
             if sizes[at] > 0:
                 memory = torch.frombuffer((ctypes.c_char * sizes[at]).from_address(at), dtype=torch.uint8)
             tensor = memory[: extent(like)].view(like.dtype).as_strided(like.shape, like.stride())
-            x = tensor if like is x else with_base(x, tensor)
+            x = tensor if like is x else replaced(x, base=tensor)
         found.append(x)
     return found
 
@@ -183,15 +183,6 @@ def base_of(x: Any) -> torch.Tensor | None:
     """The tensor of an argument that is one, or a tensor descriptor."""
     x = getattr(x, "base", x)
     return x if isinstance(x, torch.Tensor) else None
-
-
-def with_base(descriptor: Any, base: object) -> Any:
-    """The tensor descriptor of another tensor that lies alike: `copy.copy` takes two or three times as long."""
-    kind: Any = type(descriptor)
-    other = kind.__new__(kind)
-    other.__dict__.update(descriptor.__dict__)
-    other.base = base
-    return other
 
 
 class Address:
@@ -227,26 +218,15 @@ def hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-@functools.cache
-def _specialized(kernel: JITFunction) -> tuple[bool, ...]:
-    """Tells for each parameter whether Triton compiles integers that are 1 or multiples of 16 on their own."""
-    return tuple(not p.do_not_specialize for p in kernel.params)
-
-
 def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     """Properties that set the machine code: types, which arguments are None, alignment of addresses, and of some integers."""
     found: list[object] = []
-    for x, specialized in zip(arguments, _specialized(kernel)):
-        if isinstance(x, int):
-            found.append((x == 1, x % 16 == 0, x > 2**31 - 1) if specialized else None)
-        elif isinstance(x, torch.Tensor):
-            found.append(x.dtype)
-            found.append(x.data_ptr() % 16)
-        elif x is None:
+    for x, parameter in zip(arguments, kernel.params):
+        if x is None:
             found.append("none")
+        elif isinstance(x, int):
+            # Triton compiles integers that are 1 or multiples of 16 on their own
+            found.append(None if parameter.do_not_specialize else (x == 1, x % 16 == 0, x > 2**31 - 1))
+        elif isinstance(x, torch.Tensor):
+            found += x.dtype, x.data_ptr() % 16
     return found
-
-
-def strides(*tensors: torch.Tensor) -> list[int]:
-    """Strides of the batch, the token and the head."""
-    return [s for x in tensors for s in x.stride()[:3]]

@@ -13,18 +13,18 @@ from triton.compiler import CompiledKernel
 
 from ..parallel.exchange import Exchange, as_bytes
 from ..problem.arguments import extent
-from ..problem.problem import Problem, Tensors, Written
-from .launch import STREAM, Address, Launch, Prepared, current_device, current_stream, hooked, show, with_base
+from ..problem.problem import Problem, Tensors, Written, replaced
+from .launch import STREAM, Address, Launch, Prepared, current_device, current_stream, hooked, show
 from .workspace import Slots
 
 Step = Launch | Exchange
-"""What a plan does next."""
+"""A plan does one after another."""
 
 Pointers = list[tuple[int, int, int]]
 """Addresses that a call takes: the argument's place in the call, a place among addresses (or a slot), and bytes from there."""
 
 Outputs = dict[str, Tensor]
-"""What a plan leaves, by name."""
+"""A plan's results, by name."""
 
 ALIGNMENT = 512
 """Bytes: of scratch that shares an allocation."""
@@ -51,7 +51,7 @@ class Bound(NamedTuple):
     """The same of tensor descriptors."""
 
     exchanged: list[tuple[int, int, int]]
-    """Of the tensors that an exchange takes first, as bytes: the place in the list, begin and end. None of a launch."""
+    """The tensors that an exchange takes first, as bytes: the place in the list, begin and end. None of a launch."""
 
     outputs: list[tuple]
     """To allocate: name, place, `torch.empty` or `torch.zeros`, shape, dtype."""
@@ -96,9 +96,9 @@ class Plan:
         self.refuse: Callable[[Sequence[Tensor | None]], None] | None = None
         """Called with the tensors of a call that overlap; raises."""
         self.apart: dict[int, list[int]] = {}
-        """By the address of the first that is written, such as a layer's pool: the addresses last found to be disjoint."""
+        """The addresses last found to be disjoint, by that of the first that is written, such as a layer's pool."""
 
-    def bind(
+    def locate(
         self, t: Tensors, tensors: Sequence[Tensor | None], places: Sequence[int], written: Written | None = None
     ) -> None:
         """Makes it a plan of calls with `tensors` as they come: each of `t` is, or is a view of, the one at its place."""
@@ -107,8 +107,10 @@ class Plan:
         self.count = len(tensors)
         if written is not None:
             self.writes, self.refuse = written.places, written.refuse
-            sizes = {i: extent(x) for i, x in enumerate(tensors) if x is not None and x.numel() > 0}
-            pairs = [(i, [(j, sizes[j]) for j in others if j in sizes]) for i, others in written.pairs if i in sizes]
+            sizes = [0 if x is None else extent(x) for x in tensors]
+            pairs = [
+                (i, [(j, sizes[j]) for j in others if sizes[j] > 0]) for i, others in written.pairs if sizes[i] > 0
+            ]
             self.disjoint = [(i, sizes[i], others) for i, others in pairs if others]
 
     def _prepare(self) -> list[Bound]:
@@ -187,7 +189,7 @@ class Plan:
             for position, at, offset in places:
                 call[position] = addresses[at] + offset
             for position, at, offset in described:
-                call[position] = with_base(call[position], Address(addresses[at] + offset))
+                call[position] = replaced(call[position], base=Address(addresses[at] + offset))
             if seen and kernel is not None:
                 show(kernel, call)
             act(*call)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..problem.problem import Tensors
+from ..problem.problem import Tensors, replaced
 
 T = TypeVar("T", bound=Tensors)
 
@@ -25,22 +24,20 @@ ALIGNMENT = 16
 SLOT = 1 << 44
 """Bytes from slot to slot in the addresses of their tensors: no GPU has as many."""
 
-_slots = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
+with torch.inference_mode():  # views of others count their versions, which takes as long again
+    _slots = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
 
 
-@functools.cache
-def _slots_of(dtype: torch.dtype) -> Tensor:
-    return _slots.view(dtype)
-
-
-def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
+@functools.lru_cache(4096)  # calls that differ in their lengths have parameters, pools and indices in the same places
+def tensor_at(
+    address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+) -> Tensor:
     """A tensor in slots, by default a dense one."""
     if strides is None:
-        strides, count = [], 1
+        count, strides = 1, ()
         for n in reversed(shape):
-            strides.insert(0, count)
-            count *= max(n, 1)
-    return _slots_of(dtype).as_strided(shape, strides, address // dtype.itemsize)
+            count, strides = count * max(n, 1), (count, *strides)
+    return _slots.view(dtype).as_strided(shape, strides, address // dtype.itemsize)
 
 
 class Slots:
@@ -67,7 +64,7 @@ class Slots:
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """An output or scratch, in a slot of its own."""
-        x = tensor_at(self._next(), shape, dtype)
+        x = tensor_at(self._next(), tuple(shape), dtype)
         self.sizes[-1] = x.nbytes
         if zeroed:
             self.zeroed.add(len(self.sizes) - 1)
@@ -86,46 +83,27 @@ def in_slots(t: T) -> T:
     """A call's tensors as a plan is built from them."""
     present = t.present()
     memory = Slots(t.device, tuple(present))
-    return replace(t, **{role: memory.take(x) for role, x in present.items()}, memory=memory)
+    return replaced(t, **{role: memory.take(x) for role, x in present.items()}, memory=memory)
 
 
 def sizes(layout: Layout) -> list[int]:
     """Bytes from each tensor to the next."""
-    exact = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
+    exact = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
     return [-(-n // ALIGNMENT) * ALIGNMENT for n in exact]
 
 
-class Workspace:
-    """`workspace["w"]` is a tensor of the layout, and `workspace.get("w")` is None where the layout has none of that name.
-    `buffer` holds them all but those `beside`, which lie elsewhere."""
+class Workspace(dict[str, Tensor]):
+    """The tensors of a layout, by name. `buffer` holds them all but those `beside`, which lie elsewhere."""
 
     def __init__(self, layout: Layout, buffer: Tensor, beside: Mapping[str, Tensor] | None = None):
+        super().__init__()
         self.buffer, address = buffer, buffer.storage_offset()
-        self._tensors = dict[str, Tensor]()
         for (name, kind), nbytes in zip(layout.items(), sizes(layout)):
-            self._tensors[name] = tensor_at(address, *kind)
+            self[name] = tensor_at(address, *kind)
             address += nbytes
-        self._tensors.update(beside or {})
+        self.update(beside or {})
 
     @classmethod
     def allocate(cls, layout: Layout, memory: Slots, beside: Mapping[str, Tensor] | None = None) -> Workspace:
         layout = {name: kind for name, kind in layout.items() if name not in (beside or ())}
         return cls(layout, memory.new([sum(sizes(layout))], torch.uint8), beside)
-
-    def having(self, others: Mapping[str, Tensor]) -> Workspace:
-        """A copy with other tensors of these names."""
-        found = copy.copy(self)
-        found._tensors = {**self._tensors, **others}
-        return found
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def get(self, name: str) -> Tensor | None:
-        return self._tensors.get(name)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(self._tensors)
-
-    def select(self, *names: str) -> list[Tensor | None]:
-        return [self._tensors.get(name) for name in names]

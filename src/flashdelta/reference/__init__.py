@@ -29,7 +29,7 @@ class Computation:
     def __init__(self, function: Callable[[Problem, Tensors], dict[str, Tensor]], problem: Problem, t: Tensors):
         self.function, self.problem, self.t = function, problem, t
 
-    def bind(self, *arguments: object) -> None: ...
+    def locate(self, *arguments: object) -> None: ...
 
     def execute(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
         with _full_precision(self.t.device):

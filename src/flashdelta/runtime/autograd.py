@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend, Executable
 from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
-from ..problem.problem import BACKWARD, AttentionProblem, Problem, Tensors, inputs_of
+from ..problem.problem import BACKWARD, AttentionProblem, Problem, Tensors, inputs_of, replaced
 from ..program.cache import LaunchCache
 
 KEPT = {"A": "Akk_inv", **{name: name for name in ("workspace", "h", "v_new", "packets", "segments")}}
@@ -78,7 +77,7 @@ class Differentiable:
         if plan is None:
             t = self.by_role(inputs)
             plan = self.backend.build(self.problem, t)
-            plan.bind(t, inputs, [self.inputs.index(role) for role in t.present()])
+            plan.locate(t, inputs, [self.inputs.index(role) for role in t.present()])
         results = plan.execute(inputs)
         if self.repeats and plan.lasting:
             self.plan = plan
@@ -94,9 +93,9 @@ class Differentiable:
             return plan.execute(tensors, addresses)
         role_of = {name: role for role, name in KEPT.items()}
         roles = (*self.inputs, "do", "dht", *(role_of[name] for name in kept))
-        t = replace(self.by_role(saved), **dict(zip(roles[len(saved) :], tensors[len(saved) :])))
-        plan = self.backend.build(replace(self.problem, operation=self.problem.operation + BACKWARD), t)
-        plan.bind(t, tensors, [roles.index(role) for role in t.present()])
+        t = replaced(self.by_role(saved), **dict(zip(roles[len(saved) :], tensors[len(saved) :])))
+        plan = self.backend.build(replaced(self.problem, operation=self.problem.operation + BACKWARD), t)
+        plan.locate(t, tensors, [roles.index(role) for role in t.present()])
         found = plan.execute(tensors)
         if plan.lasting:
             self.cache.keep(key, plan)

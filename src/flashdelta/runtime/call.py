@@ -25,7 +25,7 @@ from . import autograd, torch_ops
 CACHE: LaunchCache[Any] = LaunchCache()
 
 CALLS: dict[Callable[..., Any], Dispatcher] = {}
-"""By public function."""
+"""Dispatchers by public function."""
 
 
 class NoKernel(ValueError):
@@ -81,7 +81,8 @@ class Dispatcher:
             if isinstance(problem, ChunkProblem) and problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
             return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
-        if tracing or not all(map(is_plain, t.present().values())):
+        # a call that has a key has nothing but plain tensors
+        if tracing or (key is None and not all(map(is_plain, t.present().values()))):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             found = torch_ops.call(problem, t, backend.name)
             if not tracing:
@@ -99,7 +100,7 @@ class Dispatcher:
             if key is None:
                 results = plan.execute([*t.present().values()])
             else:
-                plan.bind(t, tensors, self.sources(t, tensors), Written(writes, self.pairs, self.refuse))
+                plan.locate(t, tensors, self.sources(t, tensors), Written(writes, self.pairs, self.refuse))
                 results = plan.execute(tensors)
         count_writes(tensors, writes)
         if plan.lasting:
@@ -108,8 +109,8 @@ class Dispatcher:
 
     def sources(self, t: Tensors, tensors: Sequence[Tensor | None]) -> list[int]:
         """The place of the caller's tensor that each of `t` is, or is a view of: q, k and v may be parts of rows."""
-        name_of, rows = self.operation.name_of, self.place.get(self.operation.rows, -1)
-        found = (self.place.get(name_of(role), rows) for role in t.present())
+        place, called, rows = self.place, self.operation.called, self.place.get(self.operation.rows, -1)
+        found = [place.get(called.get(role, role), rows) for role in t.present()]
         return [rows if tensors[i] is None else i for i in found]
 
     def writes(self, given: Mapping[str, Any]) -> list[int]:
@@ -153,7 +154,7 @@ class Dispatcher:
         given: Mapping[str, Any] = self.defaults | dict(named)
         try:
             if given.keys() != self.signature.parameters.keys():
-                given = self.bind((), named)  # says what is missing, or unknown
+                given = self.named((), named)  # says what is missing, or unknown
             if given.get("cp_context") is None and given.get("group") is None:
                 offsets = given.get("cu_seqlens_cpu")
                 host = None if offsets is None else known_lengths(offsets, given["chunk_size"], given["q"])
@@ -176,7 +177,7 @@ class Dispatcher:
             check_call_of_ranks(context, problem, backend.name)
         return problem, t, backend
 
-    def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
+    def named(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
         """All arguments by name, with the defaults of those left out."""
         bound = self.signature.bind(*arguments, **named)
         bound.apply_defaults()
@@ -222,4 +223,4 @@ def public_call(op: Callable[..., Any]) -> Dispatcher:
 def check(op: Callable[..., Any], /, *arguments: object, **named: object) -> tuple[Any, Any]:
     """Validates a public function's arguments, and runs nothing: the problem and the tensors, of the operation's family."""
     call = public_call(op)
-    return call.operation.check(call.bind(arguments, named))
+    return call.operation.check(call.named(arguments, named))

@@ -15,6 +15,7 @@ from ..problem.arguments import is_plain
 from ..problem.problem import ChunkProblem, ChunkTensors
 from ..reference.sequences import chunks_of
 from .call import public_call
+from .devices import named_device
 from .supports import Support, answer_of
 
 
@@ -66,8 +67,8 @@ def explain(
         ValueError, TypeError: as `op` itself would.
     """
     call = public_call(op)
-    given = call.bind(arguments, named)
-    asked = None if device is None else torch.device(device)
+    given = call.named(arguments, named)
+    asked = None if device is None else named_device(device)
     problem, t, chosen = call.check(given, device=asked)
     place = asked or t.device
     support = answer_of(problem, place, chosen)

@@ -33,9 +33,9 @@ def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
 
     Reads no device data, allocates nothing on a device, and raises nothing: what `op` would refuse is the answer's `reason`. It
     may be asked while a CUDA graph is captured, and inside `torch.compile`. It validates the call anew each time, which takes
-    about as long as a first call's validation. Values on a device are not read, not even with FLASHDELTA_CHECK=1. FLA's
-    `cp_context` is an exception when no call had it before: what calls keep on it is made then, from offsets that are read from
-    the device if it has none on the host.
+    about as long as a first call's validation. Values on a GPU are not read, not even with FLASHDELTA_CHECK=1; on a CPU they
+    are. FLA's `cp_context` is an exception when no call had it before: what calls keep on it is made then, from offsets that
+    are read from the device if it has none on the host.
 
     Args:
         op: a public operator; the rest are its own arguments.
@@ -45,7 +45,7 @@ def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
     """
     try:
         call = public_call(op)
-        problem, t, backend = call.check(call.bind(arguments, named), dry=True)
+        problem, t, backend = call.check(call.named(arguments, named), dry=True)
     except Exception as refusal:  # arguments may raise anything, as they are asked what they are
         return Support(False, None, str(refusal))
     return answer_of(problem, t.device, backend)

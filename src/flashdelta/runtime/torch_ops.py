@@ -8,7 +8,6 @@ other programs call by its name, takes a call as its caller made it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,17 @@ from torch import Tensor
 from .. import backends
 from ..problem import problem as families
 from ..problem.operations import BY_NAME
-from ..problem.problem import BACKWARD, INPUTS, LAYER_INPUTS, Problem, Tensors, problem_of, required_roles, settings_of
+from ..problem.problem import (
+    BACKWARD,
+    INPUTS,
+    LAYER_INPUTS,
+    Problem,
+    Tensors,
+    problem_of,
+    replaced,
+    required_roles,
+    settings_of,
+)
 from .autograd import refuse_second
 
 
@@ -196,8 +205,8 @@ class Gradients:
 
     def implement(self, *arguments: Any) -> tuple[Tensor, ...]:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
-        problem = replace(problem, operation=problem.operation + BACKWARD)
-        t = replace(t, **dict(zip(("do", "dht"), arguments[: self.incoming])))
+        problem = replaced(problem, operation=problem.operation + BACKWARD)
+        t = replaced(t, **dict(zip(("do", "dht"), arguments[: self.incoming])))
         grads = backends.choose(problem, t.device, backend).build(problem, t).execute([*t.present().values()])
         return tuple(grads[role].contiguous() if role in grads else t.primary.new_empty(0) for role in self.roles)
 
@@ -228,4 +237,4 @@ GRADIENTS = {
         ("short_convolution_backward", CONVOLUTION),
     )
 }
-"""By the name of the operator."""
+"""Gradients by the name of the operator."""

@@ -62,4 +62,6 @@ def counted(n: int, thing: str) -> str:
 
 def in_bytes(size: int) -> str:
     """A size with a unit in which it is not 0."""
+    if size < 2**10:
+        return counted(size, "byte")
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -13,8 +13,6 @@ from ...problem.problem import (
     ChunkProblem,
     ChunkTensors,
     Problem,
-    StepProblem,
-    StepTensors,
     Tensors,
     WyTensors,
 )
@@ -107,14 +105,10 @@ def chunk(stages: StageSet, outputs: Outputs) -> list[Step]:
     return [*stages.forward(outputs, own), *strided_copy(own, o)]
 
 
-def tokens_of_pool(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
-    """Token by token, or into a replay buffer all at once."""
-    return (verify if problem.has_records else decode)(problem, t, arch, outputs)
-
-
 LAUNCHES: dict[str, Callable[..., Iterable[Launch] | None]] = {
     "recurrent": decode,
-    "decode": tokens_of_pool,
+    # token by token, or into a replay buffer all at once
+    "decode": lambda problem, *call: (verify if problem.has_records else decode)(problem, *call),
     "fused_decode": fused_kda_decode,
     "commit": commit,
     "wy": wy_dqkg,

@@ -66,13 +66,14 @@ FAR = 2**31
 
 def near(x: torch.Tensor, unit: int) -> bool:
     """Says whether strides fit, in multiples of `unit` elements."""
-    return all(n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride()))
+    return all([n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride())])
 
 
 def aligned(x: torch.Tensor, unit: int = 8) -> bool:
     """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
     most kernels."""
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1]) and near(x, 8)
+    *outer, inner = x.stride()
+    return inner == 1 and x.data_ptr() % 16 == 0 and all([s % unit == 0 for s in outer]) and near(x, 8)
 
 
 def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
@@ -91,6 +92,7 @@ def prepare_wy_inputs(t: WyTensors) -> tuple[WyTensors, list[Launch]]:
     return t, offsets + of_rows + others
 
 
+@functools.lru_cache(8)  # the stages of a call have it in common
 def tiles(x: torch.Tensor) -> TensorDescriptor:
     """A descriptor of the workspace's tiles."""
     return describe(x, (TILE, TILE))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...parallel.exchange import Exchange
 from ...parallel.merge import carried_gradients, carried_states, room_for_packets, send_gradients, with_rank_exchange
-from ...problem.problem import ChunkProblem, ChunkTensors
+from ...problem.problem import ChunkProblem, ChunkTensors, replaced
 from ...program.launch import Launch
 from ...program.plan import Outputs, Plan, Step, new_outputs
 from ...program.workspace import Layout, Workspace
@@ -49,7 +49,7 @@ class Kept:
         gradients of the states after segments."""
         if not self.split:
             return [None, None, None]
-        first_segment, offsets, ends = self.workspace.select("first_segment", "offsets", "starts")
+        first_segment, offsets, ends = [self.workspace.get(x) for x in ("first_segment", "offsets", "starts")]
         return [first_segment, offsets if scanned is None else None, ends]
 
 
@@ -159,7 +159,7 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
         kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
     else:
         kept = stages.kept()
-        steps = stages.scan(replace(kept, workspace=kept.workspace.having(stages.segments)), None, None)
+        steps = stages.scan(replaced(kept, workspace=kept.workspace | stages.segments), None, None)
         exchanges = [i for i, step in enumerate(steps) if isinstance(step, Exchange)]
         # what follows the exchange of states, or `prepare`, may wait
         first = max(exchanges, default=0) + 1
@@ -207,9 +207,9 @@ def gradients_of_ranks(
     grads = t.memory.new(problem.state_shape, torch.float32)
 
     def reverse(problem: ChunkProblem, t: ChunkTensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
-        return stages.reverse(problem, t, stages.arch, replace(kept, unsplit=True), None, dht, dh0, None)
+        return stages.reverse(problem, t, stages.arch, replaced(kept, unsplit=True), None, dht, dh0, None)
 
-    call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
+    call = StageCall(problem, replaced(t, dht=dht), stages.arch, kept.workspace)
     yield from carried_gradients(call, kept.packets, reverse, grads, meanwhile)
     return grads
 
@@ -219,8 +219,8 @@ def gradients_of_segments(stages: StageSet, kept: Kept, dht: Tensor | None) -> I
     needs any more, or which lie elsewhere (`found_segments`). The transitions are the forward's."""
     problem, t = stages.problem, stages.t
     yield stages.reverse(problem, t, stages.arch, kept, None, dht, None, None)
-    given = replace(problem, has_initial_state=dht is not None)
-    yield compose(StageCall(given, replace(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)
+    given = replaced(problem, has_initial_state=dht is not None)
+    yield compose(StageCall(given, replaced(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)
 
 
 def reverse_arguments(
@@ -233,7 +233,7 @@ def reverse_arguments(
     packet: Tensor | None,
 ) -> dict[str, Any]:
     """Arguments that the kernels of stage `reverse` take under other names than the call's."""
-    final, initial = or_empty(problem, t, dht, dh0)
+    final, initial = or_empty(problem, dht, dh0)
     segments = dict(zip(("first_segment", "offsets", "ends"), kept.segments(scanned)))
     grad_v_new, grad_h = (None, None) if scanned is None else (scanned.dv, scanned.dh)
     return dict(

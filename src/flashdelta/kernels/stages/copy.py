@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import Tensors
+from ...problem.problem import Tensors, replaced
 from ...program.launch import Launch
 
 T = TypeVar("T", bound=Tensors)
@@ -170,7 +169,7 @@ def laid_out(
         if x is not None and not fits(x):
             dense[role] = t.memory.new(x.shape, x.dtype)
             copies += strided_copy(x, dense[role]) if x.numel() > 0 else []
-    return replace(t, **dense) if dense else t, copies
+    return replaced(t, **dense) if dense else t, copies
 
 
 def read(t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> tuple[T, list[Launch]]:
@@ -189,4 +188,4 @@ def read(t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> tuple[
         for first in range(0, len(names), AT_ONCE):
             some = names[first : first + AT_ONCE]
             copies.append(copy([found[role] for role in some], [dense[role] for role in some]))
-    return replace(t, **dense) if dense else t, copies
+    return replaced(t, **dense) if dense else t, copies

@@ -61,7 +61,7 @@ def decode_states(problem: StepProblem, t: StepTensors, final_state: Tensor | No
     elif t.state_pool is not None and problem.update_state:
         final = t.state_pool
         targets = t.state_indices if two_pools or problem.spec_tokens else None
-    states = or_empty(problem, t, initial, final)
+    states = or_empty(problem, initial, final)
     return DecodeStates(states[0], states[1], starts, targets, initial is not None, final is not None, two_pools)
 
 

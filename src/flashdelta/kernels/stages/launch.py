@@ -25,7 +25,7 @@ from ...problem.problem import (
     Tensors,
 )
 from ...program.launch import Launch
-from ...program.workspace import Layout, Workspace
+from ...program.workspace import Layout
 from .copy import T, laid_out, read
 
 
@@ -36,13 +36,13 @@ class StageCall:
     problem: ChunkProblem
     t: ChunkTensors
     arch: int
-    workspace: Workspace
+    workspace: dict[str, Tensor]
     packet: Tensor | None = None
     """Where the first of two ranks leaves the states of sequences that go on to the second (`merge.py`)."""
 
     def left(self, *names: str) -> dict[str, Tensor | None]:
         """Tensors of the workspace by name, None where it has none of that name."""
-        return dict(zip(names, self.workspace.select(*names)))
+        return {name: self.workspace.get(name) for name in names}
 
     @property
     def may_split(self) -> bool:
@@ -67,13 +67,6 @@ class Config:
     STREAM: bool = False
 
 
-@functools.cache
-def parameters(kernel: JITFunction) -> tuple[tuple[str, bool], ...]:
-    """A kernel's parameters in order, and whether each is a compile-time one."""
-    found = inspect.signature(kernel.fn).parameters.values()
-    return tuple((x.name, "constexpr" in str(x.annotation)) for x in found)
-
-
 FIELDS = {
     **dict(C="chunk_size", GATE="gate", BETA="beta_kind", L2NORM="l2norm", SAFE="safe_gate", V_FIRST="state_v_first"),
     **dict(GROUP="group", W="taps", L="state_length", chunk_slots="slots", lowest="lowest_index"),
@@ -81,6 +74,18 @@ FIELDS = {
 """Kernels' own names for fields of a problem."""
 
 AXES = {"batch": 0, "token": 1, "head": 2}
+
+
+@functools.cache
+def parameters(kernel: Callable[..., object]) -> tuple[tuple[str, bool, str, int, str], ...]:
+    """A kernel's parameters in order: the name; whether it is a compile-time one; the tensor that it may be a stride of,
+    and the axis; the field of a problem that it may be."""
+    found = []
+    for x in inspect.signature(kernel).parameters.values():
+        of, _, dimension = x.name.rpartition("_")
+        constant, axis = "constexpr" in str(x.annotation), AXES.get(dimension, -1)
+        found.append((x.name, constant, of if axis >= 0 else "", axis, FIELDS.get(x.name, x.name)))
+    return tuple(found)
 
 
 def plain_stride(name: str, x: Tensor, axis: int) -> int:
@@ -102,28 +107,25 @@ def bind(
         AttributeError: a parameter that none of them has, with the kernel's name.
     """
 
-    def value(name: str) -> Any:
-        if name in own:
-            return own[name]
-        if hasattr(t, name):
-            return getattr(t, name)
-        of, _, dimension = name.rpartition("_")
-        if dimension in AXES and of:
-            x = value(of)
-            return 0 if x is None else stride(of, x, AXES[dimension])
-        if not hasattr(problem, FIELDS.get(name, name)):
-            where = f"the launcher, {type(t).__name__} nor {type(problem).__name__} (by its name in FIELDS) has it"
-            raise AttributeError(f"{kernel.__name__} has a parameter {name!r}, but neither {where}")
-        field = getattr(problem, FIELDS.get(name, name))
-        return 0.0 if name == "lower_bound" and field is None else field
-
+    found = vars(t) | own  # type: ignore[operator]
     arguments, constants = [], {}
-    for name, constant in parameters(kernel):
-        x = value(name)
+    # `kernel` itself has a hash that is worked out each time
+    for name, constant, of, axis, field in parameters(kernel.fn):
+        if name in found:
+            x = found[name]
+        elif of in found:
+            x = 0 if found[of] is None else stride(of, found[of], axis)
+        else:
+            x = getattr(problem, field, found)
+            if x is found:
+                where = f"the launcher, {type(t).__name__} nor {type(problem).__name__} (by its name in FIELDS) has it"
+                raise AttributeError(f"{kernel.__name__} has a parameter {name!r}, but neither {where}")
+            if x is None and name == "lower_bound":
+                x = 0.0
         if constant:
             constants[name] = x
         else:
-            arguments.append(int(x) if isinstance(x, bool) else x)
+            arguments.append(int(x) if x is True or x is False else x)
     return tuple(arguments), constants
 
 
@@ -208,7 +210,7 @@ def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state:
         initial = final = t.state_pool
         pitch = t.state_pool.stride(0)
     else:
-        initial, final = or_empty(problem, t, t.initial_state, final_state)
+        initial, final = or_empty(problem, t.initial_state, final_state)
         pitch = problem.HV * problem.K * problem.V
     given = dict(has_initial=problem.has_initial_state, has_final=final_state is not None, state_pitch=pitch)
     return dict(initial_state=initial, final_state=final, **given)
@@ -232,9 +234,10 @@ def checkpoint_arguments(problem: ChunkProblem, t: ChunkTensors) -> dict[str, ob
     return dict(checkpoint_every=every, checkpoint_rows=rows, checkpoint_pitch=pitch)
 
 
-def or_empty(problem: AttentionProblem, t: AttentionTensors, *states: Tensor | None) -> list[Tensor]:
+def or_empty(problem: AttentionProblem, *states: Tensor | None) -> list[Tensor]:
     """The states, with one empty tensor for all that the call does not have."""
-    absent = t.v.new_empty(0, dtype=problem.state_dtype) if any(x is None for x in states) else None
+    # `new_empty` takes three times as long
+    absent = torch.empty(0, dtype=problem.state_dtype, device="meta") if any([x is None for x in states]) else None
     return [absent if x is None else x for x in states]  # type: ignore[misc]
 
 

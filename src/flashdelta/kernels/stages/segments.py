@@ -149,11 +149,11 @@ def lasting_segments(problem: ChunkProblem, layout: Layout, outputs: Outputs, me
         return {}
     segments = Workspace.allocate(kept, memory)
     outputs["segments"] = segments.buffer
-    return segments.tensors()
+    return segments
 
 
 def found_segments(t: ChunkTensors, layout: Layout) -> dict[str, Tensor]:
     """Takes what the forward has left so, by name."""
     if t.segments is None:
         return {}
-    return Workspace({name: layout[name] for name in LASTING}, t.segments).tensors()
+    return Workspace({name: layout[name] for name in LASTING}, t.segments)

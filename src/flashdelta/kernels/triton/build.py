@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...problem.problem import BACKWARD, ChunkProblem, ChunkTensors, Problem, StepProblem, StepTensors, Tensors
+from ...problem.problem import BACKWARD, ChunkProblem, ChunkTensors, Problem, Tensors
 from ...problem.split import segments_of_call
 from ...program.launch import Launch, capability, sm_count
 from ...program.plan import Outputs, Plan, new_outputs
@@ -78,14 +78,10 @@ def prefill_layout(problem: ChunkProblem, values: bool) -> Layout:
     return tiles
 
 
-def tokens_of_pool(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """Token by token, or into a replay buffer all at once."""
-    return (verify if problem.has_records else decode)(problem, t, arch, outputs)
-
-
 LAUNCHES: dict[str, Callable[..., Iterable[Launch]]] = {
     "recurrent": decode,
-    "decode": tokens_of_pool,
+    # token by token, or into a replay buffer all at once
+    "decode": lambda problem, *call: (verify if problem.has_records else decode)(problem, *call),
     "fused_decode": fused_kda_decode,
     "commit": commit,
     "prefill": prefill,

@@ -585,7 +585,7 @@ def arguments(
 ) -> dict[str, Any]:
     """Arguments that the kernels take under other names than the call's. `states`: an empty tensor stands for one that is not
     there."""
-    absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
+    absent = torch.empty((0, 0, 0), dtype=problem.state_dtype, device="meta")
     found = {name: absent if x is None else x for name, x in states.items()}
     channels = {
         f"{name}_{axis}": s for name, x in found.items() for axis, s in zip(("slot", "channel", "input"), x.stride())

@@ -138,7 +138,7 @@ def reverse(
     c = recurrence_config(problem, arch)
     own = reverse_arguments(problem, t, kept, scanned, dht, dh0, packet)
     ends = own["ends"]
-    tiles = dict(zip(names := ("w", "qg", "kg", "Aqk", "decay"), kept.workspace.select(*names)))
+    tiles = {x: kept.workspace.get(x) for x in ("w", "qg", "kg", "Aqk", "decay")}
     own = dict(**own, **tiles, **vars(c), PRECISION=precision(problem))
     return Launch(
         reverse_kernel,

@@ -43,7 +43,7 @@ SAMPLE_HEADS = 2
 """Heads of the calls that kernels are compiled for; they run any number. `recurrence_wide` is that of many."""
 
 TYPES = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
-"""Of scalar parameters: in a kernel's signature, and in PTX. Pointers are `.u64` there."""
+"""Types of scalar parameters: in a kernel's signature, and in PTX. Pointers are `.u64` there."""
 
 SCRATCH = 2
 """Parameters for scratch memory that Triton appends to every kernel's own."""

@@ -13,25 +13,25 @@ static int64_t pitch_of(const fd_decode_args *a) {
 
 static fd_status check(const fd_decode_args *a) {
     if (a->K != a->V || (a->K != 64 && a->K != 128))
-        return fd_fail(FD_ERROR_UNSUPPORTED, "(K, V): got (%d, %d), wanted (64, 64) or (128, 128)", (int)a->K, (int)a->V);
+        return fd_fail(FD_ERROR_UNSUPPORTED, "(K, V) must be (64, 64) or (128, 128); got (%d, %d)", (int)a->K, (int)a->V);
     FD_TRY(fd_check_size("N", a->N, FD_MOST));
     FD_TRY(fd_check_size("H", a->H, FD_MOST / a->V));
     FD_TRY(fd_check_size("slots", a->slots, FD_MOST));
     /* as in a prefill: V is no fewer than the slices of a head */
     if (a->H > 0 && a->N > FD_MOST / a->V / a->H)
-        return fd_fail(FD_ERROR_SIZE, "N: got %lld with %lld heads, wanted at most %lld", (long long)a->N, (long long)a->H,
-                       (long long)(FD_MOST / a->V / a->H));
+        return fd_fail(FD_ERROR_SIZE, "N must be at most %lld with %lld heads; got %lld",
+                       (long long)(FD_MOST / a->V / a->H), (long long)a->H, (long long)a->N);
     FD_TRY(fd_check_gate(a->gate));
     FD_TRY(fd_check_scale(a->scale));
     int64_t content = a->H * a->V * a->K;
     if (a->slot_pitch != 0 && (a->slot_pitch < content || a->slot_pitch % 16 != 0))
-        return fd_fail(FD_ERROR_OPTION, "slot_pitch: got %lld, wanted 0 or a multiple of 16, at least H * V * K = %lld",
-                       (long long)a->slot_pitch, (long long)content);
+        return fd_fail(FD_ERROR_OPTION, "slot_pitch must be 0 or a multiple of 16, at least H * V * K = %lld; got %lld",
+                       (long long)content, (long long)a->slot_pitch);
     /* of every float's address, in bytes; sizes that come first bound all other products */
     int64_t pitch = pitch_of(a), most = INT64_MAX / (int64_t)sizeof *a->states;
     if (a->slots > 0 && pitch > most / a->slots)
-        return fd_fail(FD_ERROR_SIZE, "slots * slot_pitch: got %lld * %lld, wanted at most %lld", (long long)a->slots,
-                       (long long)pitch, (long long)most);
+        return fd_fail(FD_ERROR_SIZE, "slots * slot_pitch must be at most %lld; got %lld * %lld", (long long)most,
+                       (long long)a->slots, (long long)pitch);
     int needed = a->N > 0 && a->H > 0;
     FD_TRY(fd_check_pointer("q", a->q, needed));
     FD_TRY(fd_check_pointer("k", a->k, needed));

@@ -124,7 +124,7 @@ FD_API fd_status fd_decode_bf16(const fd_decode_args *args, CUstream stream);
 /* What a status means, in a few words; never NULL. */
 FD_API const char *fd_status_string(fd_status status);
 
-/* The calling thread's last error in full: which argument, what came, what was wanted. Empty before the first one. */
+/* The calling thread's last error in full: which argument, the rule, what came. Empty before the first one. */
 FD_API const char *fd_last_error(void);
 
 /* FD_VERSION of the library, which may differ from the header's. */

@@ -31,7 +31,7 @@ static layout layout_of(int op, const fd_prefill_args *a, int64_t chunks) {
 static fd_status check_sizes(const fd_prefill_args *a) {
     if (a->K != a->V || (a->K != 64 && a->K != 128) || (a->C != 32 && a->C != 64))
         return fd_fail(FD_ERROR_UNSUPPORTED,
-                       "(K, V, C): got (%d, %d, %d), wanted one of (64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64)",
+                       "(K, V, C) must be one of (64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64); got (%d, %d, %d)",
                        (int)a->K, (int)a->V, (int)a->C);
     FD_TRY(fd_check_size("B", a->B, FD_MOST));
     FD_TRY(fd_check_size("H", a->H, FD_MOST));
@@ -40,8 +40,8 @@ static fd_status check_sizes(const fd_prefill_args *a) {
      * later product of sizes stays far below 2^63, too */
     int64_t heads = a->B * a->H, most = FD_MOST / a->V, chunks = (a->T + a->C - 1) / a->C;
     if (heads > most || (chunks > 0 && heads > most / chunks))
-        return fd_fail(FD_ERROR_SIZE, "B * H: got %lld with %lld chunks, wanted at most %lld, and as many chunks in all",
-                       (long long)heads, (long long)chunks, (long long)most);
+        return fd_fail(FD_ERROR_SIZE, "B * H must be at most %lld, and so must all chunks; got %lld with %lld chunks each",
+                       (long long)most, (long long)heads, (long long)chunks);
     return FD_SUCCESS;
 }
 
@@ -50,8 +50,8 @@ static fd_status check_options(int op, const fd_prefill_args *a) {
     FD_TRY(fd_check_scale(a->scale));
     int most = op == FD_PREFILL_F32 ? FD_PRECISION_IEEE : FD_PRECISION_DEFAULT;
     if (a->precision < FD_PRECISION_DEFAULT || a->precision > most)
-        return fd_fail(FD_ERROR_OPTION, "precision: got %d, wanted %s", (int)a->precision,
-                       op == FD_PREFILL_F32 ? "an fd_precision" : "FD_PRECISION_DEFAULT");
+        return fd_fail(FD_ERROR_OPTION, "precision must be %s; got %d",
+                       op == FD_PREFILL_F32 ? "an fd_precision" : "FD_PRECISION_DEFAULT", (int)a->precision);
     return FD_SUCCESS;
 }
 
@@ -65,15 +65,15 @@ static fd_status check_pointers(int op, const fd_prefill_args *a, size_t workspa
     FD_TRY(fd_check_pointer("initial_state", a->initial_state, 0));
     FD_TRY(fd_check_pointer("o", a->o, tokens));
     if (op == FD_PREFILL_BF16 && (a->w != NULL || a->u != NULL))
-        return fd_fail(FD_ERROR_NULL_POINTER, "%s: got a pointer, wanted NULL (only fd_prefill_f32 returns it)",
+        return fd_fail(FD_ERROR_NULL_POINTER, "%s must be NULL (only fd_prefill_f32 returns it); got a pointer",
                        a->w != NULL ? "w" : "u");
     FD_TRY(fd_check_pointer("w", a->w, tokens && op == FD_PREFILL_F32));
     FD_TRY(fd_check_pointer("u", a->u, tokens && op == FD_PREFILL_F32));
     FD_TRY(fd_check_pointer("final_state", a->final_state, 0));
     FD_TRY(fd_check_pointer("workspace", a->workspace, tokens));
     if (a->workspace_bytes < workspace_bytes)
-        return fd_fail(FD_ERROR_WORKSPACE, "workspace_bytes: got %zu, wanted at least %zu", a->workspace_bytes,
-                       workspace_bytes);
+        return fd_fail(FD_ERROR_WORKSPACE, "workspace_bytes must be at least %zu; got %zu", workspace_bytes,
+                       a->workspace_bytes);
     return FD_SUCCESS;
 }
 
@@ -82,7 +82,7 @@ static fd_status workspace(int op, const fd_prefill_args *args, size_t *bytes) {
     FD_TRY(fd_take("fd_prefill_args", &a, sizeof a, args));
     FD_TRY(check_sizes(&a));
     if (bytes == NULL)
-        return fd_fail(FD_ERROR_NULL_POINTER, "bytes: got NULL, wanted where to write the number");
+        return fd_fail(FD_ERROR_NULL_POINTER, "bytes must be where to write the number; got NULL");
     *bytes = layout_of(op, &a, (a.T + a.C - 1) / a.C).bytes;
     return FD_SUCCESS;
 }

@@ -64,11 +64,11 @@ const char *fd_status_string(fd_status status) {
 fd_status fd_take(const char *type, void *known, size_t size, const void *args) {
     size_t given;
     if (args == NULL)
-        return fd_fail(FD_ERROR_NULL_POINTER, "args: got NULL, wanted an %s", type);
+        return fd_fail(FD_ERROR_NULL_POINTER, "args must be an %s; got NULL", type);
     memcpy(&given, args, sizeof given);
     /* members are aligned and have at most 8 bytes: a multiple of 8 cuts none in two */
     if (given < 8 || given > size || given % 8 != 0)
-        return fd_fail(FD_ERROR_STRUCT, "struct_size: got %zu, wanted a multiple of 8 from 8 to %zu", given, size);
+        return fd_fail(FD_ERROR_STRUCT, "struct_size must be a multiple of 8 from 8 to %zu; got %zu", size, given);
     memset(known, 0, size);
     memcpy(known, args, given);
     return FD_SUCCESS;
@@ -76,27 +76,27 @@ fd_status fd_take(const char *type, void *known, size_t size, const void *args) 
 
 fd_status fd_check_size(const char *name, int64_t size, int64_t most) {
     if (size < 0 || size > most)
-        return fd_fail(FD_ERROR_SIZE, "%s: got %lld, wanted 0 to %lld", name, (long long)size, (long long)most);
+        return fd_fail(FD_ERROR_SIZE, "%s must be from 0 to %lld; got %lld", name, (long long)most, (long long)size);
     return FD_SUCCESS;
 }
 
 fd_status fd_check_gate(int32_t gate) {
     if (gate != FD_GATE_NONE && gate != FD_GATE_LOGSIGMOID)
-        return fd_fail(FD_ERROR_OPTION, "gate: got %d, wanted FD_GATE_NONE or FD_GATE_LOGSIGMOID", (int)gate);
+        return fd_fail(FD_ERROR_OPTION, "gate must be FD_GATE_NONE or FD_GATE_LOGSIGMOID; got %d", (int)gate);
     return FD_SUCCESS;
 }
 
 fd_status fd_check_scale(float scale) {
     if (!isfinite(scale))
-        return fd_fail(FD_ERROR_OPTION, "scale: got %g, wanted a finite number", (double)scale);
+        return fd_fail(FD_ERROR_OPTION, "scale must be a finite number; got %g", (double)scale);
     return FD_SUCCESS;
 }
 
 fd_status fd_check_pointer(const char *name, const void *pointer, int needed) {
     if (pointer == NULL && needed)
-        return fd_fail(FD_ERROR_NULL_POINTER, "%s: got NULL, wanted device memory", name);
+        return fd_fail(FD_ERROR_NULL_POINTER, "%s must be device memory; got NULL", name);
     if ((uintptr_t)pointer % 16 != 0)
-        return fd_fail(FD_ERROR_ALIGNMENT, "%s: got %p, wanted a multiple of 16 bytes", name, pointer);
+        return fd_fail(FD_ERROR_ALIGNMENT, "%s must be at a multiple of 16 bytes; got %p", name, pointer);
     return FD_SUCCESS;
 }
 
@@ -274,8 +274,8 @@ static fd_status find_kernel(const fd_variant *wanted, const device *where, cons
                        "no kernels for (K, V, C) = (%d, %d, %d), gate %d, precision %d; `flashdelta export` chooses them",
                        wanted->K, wanted->V, wanted->C, wanted->gate, wanted->precision);
     if (*found == NULL)
-        return fd_fail(FD_ERROR_ARCHITECTURE, "device %d: got sm_%d with %d bytes of shared memory, wanted a GPU of: %s",
-                       where->index, where->arch, where->shared_bytes, FD_ARCHITECTURES);
+        return fd_fail(FD_ERROR_ARCHITECTURE, "device %d must be a GPU of: %s; got sm_%d with %d bytes of shared memory",
+                       where->index, FD_ARCHITECTURES, where->arch, where->shared_bytes);
     return FD_SUCCESS;
 }
 
