@@ -45,7 +45,7 @@ def find(peer: str) -> Any:
 
 def shared(call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that FLA's `chunk_kda` takes, too, under the same names, but no offsets on the host."""
-    theirs = inspect.signature(find("fla")).parameters.keys() - {"cu_seqlens_cpu"}
+    theirs = {*inspect.signature(find("fla")).parameters, "A_log", "dt_bias"} - {"cu_seqlens_cpu"}
     return {name: x for name, x in call.items() if name in theirs}
 
 
@@ -180,8 +180,7 @@ def fla_wy(function: Callable, call: dict) -> Callable[[], Results]:
 # ---- a step of decoding --------------------------------------------------------------------------------------------------
 
 FLA_DECODE = (
-    *("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
-    *("initial_state", "state_v_first", "use_qk_l2norm_in_kernel"),
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "state_v_first", "use_qk_l2norm_in_kernel"),
 )
 
 

@@ -64,7 +64,7 @@ def kind(x: object, plan: Plan, inputs: list[Tensor], storages: dict[int, int]) 
 def fields(launch: Launch, values: tuple) -> str:
     """What a launch is, by name."""
     grid, arguments, constants, options = values
-    names = (name for name, constant in parameters(launch.kernel) if not constant)
+    names = (name for name, constant, *_ in parameters(launch.kernel.fn) if not constant)
     named = {**dict(zip(names, arguments)), **dict(zip(launch.constants, constants)), **dict(options)}
     return f"{launch.kernel.__name__}, grid {grid}: " + ", ".join(f"{name}={x}" for name, x in named.items())
 
