@@ -48,10 +48,10 @@ def record() -> None:
     hot.PAGE.write_text(hot.page())
 
 
-def compile_all(chains: Iterable[Toolchain]) -> None:
+def compile_all(found: Iterable[Toolchain]) -> None:
     """Says what differs from the records, if that Triton is recorded, and what its hot variants cost."""
     wrong = 0
-    for toolchain in chains:
+    for toolchain in found:
         triton, entries = toolchain.triton(), toolchain.entries()
         recorded = records.read(triton) if triton in records.recorded_tritons() else {}
         comparison = records.compare(entries, recorded)

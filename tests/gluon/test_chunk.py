@@ -38,7 +38,7 @@ def test_cases(case: Case):
     check(case)
 
 
-# ---- how CTAs and their partitions take turns ------------------------------------------------------------------------
+# ---- in which order CTAs and their partitions run ------------------------------------------------------------------------
 
 LONG = replace(KIMI, name="long", H=1, HV=1, K=64, V=64, memory="long")
 WIDE = replace(UNBOUNDED, name="wide", H=1, HV=1, lengths=(330, 5, 70), state=FP32, v_first=True, memory="long")

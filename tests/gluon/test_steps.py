@@ -43,7 +43,7 @@ def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def widths(cases: list) -> list[tuple]:
-    """Each with K of 128 or 64, by turns."""
+    """Each with K of 128 or 64, alternately."""
     return [*zip(cases, itertools.cycle((128, 64)))]
 
 

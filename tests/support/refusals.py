@@ -411,7 +411,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-REFUSED_ON_REQUEST = {
+REFUSED_IF_CHECKED = {
     (CHUNK, "host offsets"): [bad(cu_seqlens_cpu=offsets(0, 17, 18, 81, 82, 147))],
     (FORWARD, "offsets"): each(
         cu_seqlens=[

@@ -18,7 +18,7 @@ from ..support.oracle import CHUNK_ONLY, as_recurrent, same_bits
 from ..support.refusals import (
     FORWARD,
     REFUSED,
-    REFUSED_ON_REQUEST,
+    REFUSED_IF_CHECKED,
     Refusal,
     good_call,
     marks,
@@ -147,9 +147,9 @@ def test_replay_buffer_refuses_by_name(name: str, value: object):
 # ---- values on the device ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refusal", refusals(REFUSED_ON_REQUEST))
-def test_values_on_the_device_are_refused_on_request(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
-    """Without a request they touch nothing outside the tensors."""
+@pytest.mark.parametrize("refusal", refusals(REFUSED_IF_CHECKED))
+def test_values_on_the_device_are_refused_if_checked(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
+    """Where values are not checked they touch nothing outside the tensors."""
     monkeypatch.setattr(device_checks, "ENABLED", True)
     good, call = refusal.calls()
     refusal.op(**deepcopy(good))

@@ -19,7 +19,7 @@ from flashdelta import backends
 from flashdelta.kernels.triton import build  # noqa: F401  decorated here, as tests set TRITON_INTERPRET
 from flashdelta.problem import device_checks
 from flashdelta.problem.problem import Tensors, inputs_of
-from flashdelta.runtime import call as road
+from flashdelta.runtime import call as runtime
 from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import BACKWARD_WY, operator_of
@@ -361,14 +361,14 @@ class Asked(Exception):
     pass
 
 
-every_function = pytest.mark.parametrize("call", road.CALLS.values(), ids=lambda call: call.function.__name__)
+every_function = pytest.mark.parametrize("call", runtime.CALLS.values(), ids=lambda call: call.function.__name__)
 
 
 @every_function
-def test_every_argument_is_passed_under_its_own_name(call: road.Dispatcher, monkeypatch: pytest.MonkeyPatch):
+def test_every_argument_is_passed_under_its_own_name(call: runtime.Dispatcher, monkeypatch: pytest.MonkeyPatch):
     """A forgotten one would let a call run as an earlier one that differs in it."""
     find = mock.Mock(side_effect=Asked)
-    monkeypatch.setattr(road.CACHE, "find", find)
+    monkeypatch.setattr(runtime.CACHE, "find", find)
     with pytest.raises(Asked):
         call.function(**{name: name for name in call.signature.parameters if name != "positional"})
     _, tensors, options = find.call_args.args
@@ -377,12 +377,12 @@ def test_every_argument_is_passed_under_its_own_name(call: road.Dispatcher, monk
 
 
 @every_function
-def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: road.Dispatcher):
+def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: runtime.Dispatcher):
     """Only calls on a GPU are replayed."""
     if call.operation.no_gradients is not None:
         pytest.skip(call.operation.no_gradients)
     named = SimpleNamespace(operation=call.kind)
-    replayed = Differentiable(named, Tensors, None, road.CACHE, call.tensors, True)
+    replayed = Differentiable(named, Tensors, None, runtime.CACHE, call.tensors, True)
     assert [call.tensors[i] for i in replayed.places] == [*replayed.inputs]
     own = inputs_of(call.kind)
     assert {*replayed.inputs} >= {*(INPUTS if own is inputs_of("chunk") else own)}

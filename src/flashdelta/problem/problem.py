@@ -605,7 +605,7 @@ FAMILIES: tuple[type[Problem], ...] = (
     *(NormProblem, ConvolutionProblem, ChunkProblem, WyProblem, StepProblem, FusedProblem, CommitProblem),
 )
 DERIVED = {family: {f.name: f.metadata["derived"] for f in fields(family) if f.metadata} for family in FAMILIES}
-"""How each family's tensors tell the fields that are no settings."""
+"""How each family's tensors tell the fields that are derived."""
 
 DEFAULTS = {family: {f.name: f.default for f in fields(family) if f.default is not MISSING} for family in FAMILIES}
 

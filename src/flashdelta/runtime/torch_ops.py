@@ -2,7 +2,7 @@
 
 Each takes validated tensors by role, then the settings of the problem, then the backend: the schemas are made of those. A
 result that was not asked for is an empty tensor, since a schema has no optional results. Only `kda_prefill::forward`, which
-other programs call by its name, takes a call as its caller made it.
+other programs call by its name, takes the caller's own arguments.
 """
 
 from __future__ import annotations
