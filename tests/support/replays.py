@@ -96,7 +96,7 @@ def replaying(interpret: Callable[[Launch], object]) -> Iterator[Replays]:
         mock.patch.object(Tensor, "get_device", lambda x: 0 if x.device.type == "cpu" else -1),
         mock.patch.object(TritonBackend, "obstacle", lambda self, problem, device: None),
         *(mock.patch.object(kind, "build", without_pytorch(kind.build)) for kind in (TritonBackend, HopperBackend)),
-        *(mock.patch.object(Plan, name, without_pytorch(getattr(Plan, name))) for name in ("bind", "execute")),
+        *(mock.patch.object(Plan, name, without_pytorch(getattr(Plan, name))) for name in ("locate", "execute")),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
