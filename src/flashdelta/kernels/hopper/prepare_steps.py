@@ -509,10 +509,13 @@ def prepare_steps_kernel(
 
     async_copy.wait_group(0)
     # norms first: their MMAs and the sums of decays together need more registers than there are
-    key_pair = reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE)
-    norm_k_s.reshape([4, 16]).store(pair_norm_factors(key_pair, 1.0, KEYS_FIRST=True, L2NORM=True))
-    query_pair = reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE)
-    norm_q_s.reshape([4, 16]).store(pair_norm_factors(query_pair, 1.0, KEYS_FIRST=True, L2NORM=True) * scale)
+    norm_k_s.reshape([4, 16]).store(
+        pair_norm_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+    )
+    norm_q_s.reshape([4, 16]).store(
+        pair_norm_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+        * scale
+    )
     if SAFE:
         fits: gl.constexpr = True
         before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
