@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,9 +33,6 @@ PEERS = {
 }
 """Module and function. FLA's public decode takes no slots, so its launcher is called."""
 
-OURS_ONLY = ("backend", "chunk_size", "return_intermediate_states", "split", "cu_seqlens_cpu")
-"""Arguments of our `chunk_kda` that FLA's has not."""
-
 
 def find(peer: str) -> Any:
     """The library's function, or why there is none."""
@@ -46,8 +44,9 @@ def find(peer: str) -> Any:
 
 
 def shared(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that FLA's `chunk_kda` takes, too, under the same names."""
-    return {name: x for name, x in call.items() if name not in OURS_ONLY}
+    """The arguments that FLA's `chunk_kda` takes, too, under the same names, but no offsets on the host."""
+    theirs = {*inspect.signature(find("fla")).parameters, "A_log", "dt_bias"} - {"cu_seqlens_cpu"}
+    return {name: x for name, x in call.items() if name in theirs}
 
 
 def values_first(call: Mapping[str, Any], case: Case) -> Tensor | None:
@@ -181,8 +180,7 @@ def fla_wy(function: Callable, call: dict) -> Callable[[], Results]:
 # ---- a step of decoding --------------------------------------------------------------------------------------------------
 
 FLA_DECODE = (
-    *("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
-    *("initial_state", "state_v_first", "use_qk_l2norm_in_kernel"),
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "state_v_first", "use_qk_l2norm_in_kernel"),
 )
 
 

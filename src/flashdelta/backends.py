@@ -171,7 +171,7 @@ class HopperBackend(Backend):
         if not isinstance(problem, ChunkProblem):
             return "no kernels of its own for the layer around attention"
         if isinstance(problem, WyProblem):
-            dtypes = {"A": problem.A_dtype, "h": problem.state_dtype, "dh": problem.state_grad_dtype}
+            dtypes = {"A": problem.A_dtype, "h": problem.h_dtype, "dh": problem.dh_dtype}
             other = next((name for name, dtype in dtypes.items() if dtype != torch.bfloat16), None)
             if other is not None:
                 return f"{other} in {dtypes[other]}; it takes bfloat16"

@@ -1,6 +1,7 @@
 """Records and compares the machine code of all kernels.
 
 python -m tests.compile record              # compile what changed, and write what it is
+python -m tests.compile launches            # write launches.tsv alone: compiles nothing, takes half a minute
 python -m tests.compile all [FOLDER ...]    # compile everything from nothing, with Tritons in folders, too
 python -m tests.compile gate --base REV     # what changed since a git revision
 """
@@ -47,10 +48,10 @@ def record() -> None:
     hot.PAGE.write_text(hot.page())
 
 
-def compile_all(chains: Iterable[Toolchain]) -> None:
+def compile_all(found: Iterable[Toolchain]) -> None:
     """Says what differs from the records, if that Triton is recorded, and what its hot variants cost."""
     wrong = 0
-    for toolchain in chains:
+    for toolchain in found:
         triton, entries = toolchain.triton(), toolchain.entries()
         recorded = records.read(triton) if triton in records.recorded_tritons() else {}
         comparison = records.compare(entries, recorded)
@@ -98,12 +99,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record")
+    commands.add_parser("launches")
     commands.add_parser("all").add_argument("folders", nargs="*", type=Path)
     commands.add_parser("gate").add_argument("--base", default="HEAD")
     arguments = parser.parse_args()
     try:
         if arguments.command == "record":
             record()
+        elif arguments.command == "launches":
+            launches.write()
         elif arguments.command == "all":
             compile_all([*toolchains().values(), *map(Toolchain, arguments.folders)])
         else:

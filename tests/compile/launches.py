@@ -1,12 +1,13 @@
 """Records what every case of the tables launches: grids, constants, options and kinds of arguments, from meta tensors.
 
-`launches.tsv` holds a line a case, table and backend: how many launches, and a digest of them for all architectures. Names are
-left out, so that a rename changes nothing. `make record` writes the file.
+`launches.tsv` holds a line per case, table and backend, with a digest of each launch on all architectures. Names are left out,
+so that a rename changes nothing. `python -m tests.compile launches` writes the file; `make record` does so, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +18,20 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.kernels.stages.launch import parameters
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.problem.problem import Tensors
-from flashdelta.program.launch import base_of
+from flashdelta.program.launch import Launch, base_of
 from flashdelta.program.plan import Plan
 from flashdelta.runtime.call import check
 
-from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..support.cases import BF16, CASES, FP32, Case
+from ..gpu.calls import KIMI, UNBOUNDED, on_gpu, takes_hopper
+from ..support.cases import BF16, CASES, FP32
 from ..support.decoding import STEPS, make_step
 from ..support.decoding_checks import REPLAYED, replay_buffer
 from ..support.inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
-from ..support.oracle import as_recurrent
-from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, SPLITS, as_recurrent_pool, pool_call
+from ..support.oracle import NO_H, as_recurrent
+from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, SPLITS, pool_call
 from ..support.prefills import CASES as PREFILLS
 from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.split_cases import LENGTHS, split_call, split_pool_call
@@ -59,6 +61,14 @@ def kind(x: object, plan: Plan, inputs: list[Tensor], storages: dict[int, int]) 
     return where if tensor is x else (*where, x.block_shape, x.layout.swizzle_byte_width)
 
 
+def fields(launch: Launch, values: tuple) -> str:
+    """What a launch is, by name."""
+    grid, arguments, constants, options = values
+    names = (name for name, constant, *_ in parameters(launch.kernel.fn) if not constant)
+    named = {**dict(zip(names, arguments)), **dict(zip(launch.constants, constants)), **dict(options)}
+    return f"{launch.kernel.__name__}, grid {grid}: " + ", ".join(f"{name}={x}" for name, x in named.items())
+
+
 def trace(plan: Plan, t: Tensors) -> list[tuple]:
     """What the launches are, by position."""
     storages, inputs = dict[int, int](), [*t.present().values()]
@@ -82,23 +92,34 @@ class Traced(NamedTuple):
     backend: str = "triton"
     backward: bool = False
 
-    def traces(self) -> list[list[tuple]]:
-        """For every architecture."""
+    def plans(self) -> tuple[dict[int, Plan], Tensors]:
+        """By architecture, and the tensors of all."""
         program = check(self.op, **on_meta(self.call))
         if self.backward:
             program = backward_of(*program)
         architectures = (90,) if self.backend == "hopper" else ARCHITECTURES
-        return [trace(BUILD[self.backend](*program, arch), program[1]) for arch in architectures]
+        return {arch: BUILD[self.backend](*program, arch) for arch in architectures}, program[1]
+
+    def digests(self) -> str:
+        """Of each launch, on all architectures."""
+        plans, t = self.plans()
+        launches = itertools.zip_longest(*(trace(plan, t) for plan in plans.values()))
+        return " ".join(hashlib.sha256(repr(x).encode()).hexdigest()[:6] for x in launches)
+
+    def described(self, place: int) -> list[str]:
+        """The launch there, a line for each of its forms."""
+        plans, t = self.plans()
+        found: dict[str, list[int]] = {}
+        for arch, plan in plans.items():
+            for launch, values in [*zip(plan.launches, trace(plan, t))][place : place + 1]:
+                found.setdefault(fields(launch, values), []).append(arch)
+        return [f"  launch {place}, {', '.join(f'sm_{arch}' for arch in some)}: {x}" for x, some in found.items()]
 
 
 def in_dtype(call: dict, dtype: torch.dtype) -> dict:
     """With q, k and v in another dtype, and g and beta if they were in theirs."""
     own = call["q"].dtype
     return call | {name: call[name].to(dtype) for name in TOKEN_TENSORS if call[name].dtype == own}
-
-
-def takes_hopper(case: Case) -> bool:
-    return case.chunk_size == 64 and case.V >= 64
 
 
 def cases() -> Iterator[Traced]:
@@ -116,7 +137,7 @@ def cases() -> Iterator[Traced]:
         if takes_hopper(on_gpu(case)):
             yield from both_ways(f"chunk {case.name}", wide, "hopper")
     for pool in PLAIN_POOLS:
-        call = as_recurrent_pool(pool_call(pool, BF16))
+        call = as_recurrent(pool_call(pool, BF16))
         yield Traced(f"recurrent pool {pool.name}, triton", fd.fused_recurrent_kda, call)
     kinds = {"pool": PLAIN_POOLS + CHECKPOINT_POOLS, "buffer": BUFFERS + SPLITS}
     for name, pool in ((f"{kind} {pool.name}", pool) for kind, pools in kinds.items() for pool in pools):
@@ -155,22 +176,22 @@ def cases() -> Iterator[Traced]:
             yield Traced(f"wy {case.name}, hopper", fd.kernels.chunk_bwd_wy_dqkg, call, "hopper")
 
 
+FOR_MANY = patch("flashdelta.kernels.hopper.decode.DECODE_FEW", 0)
+"""Hopper has a decode kernel of its own for many sequences and heads alone."""
+
+
 def both_ways(name: str, call: dict, backend: str) -> Iterator[Traced]:
     yield Traced(f"{name}, {backend}", fd.chunk_kda, call, backend)
-    call = call | {"return_intermediate_states": False}
-    yield Traced(f"{name}, {backend}, backward", fd.chunk_kda, call, backend, backward=True)
+    yield Traced(f"{name}, {backend}, backward", fd.chunk_kda, call | NO_H, backend, backward=True)
 
 
 def traced() -> Traces:
-    """Number of launches and digest of each case, by its name."""
+    """The digests of each case, by its name."""
     found: Traces = {}
-    # Hopper has a decode kernel of its own for many sequences and heads alone
-    with patch("flashdelta.kernels.hopper.decode.DECODE_FEW", 0):
+    with FOR_MANY:
         for case in cases():
-            traces = case.traces()
             assert case.name not in found, case.name
-            digest = hashlib.sha256(repr(traces).encode()).hexdigest()[:12]
-            found[case.name] = f"{sum(map(len, traces))}\t{digest}"
+            found[case.name] = case.digests()
     return found
 
 
@@ -179,12 +200,18 @@ def parse(text: str) -> Traces:
 
 
 def write() -> None:
-    lines = ["case\tlaunches\tdigest", *(f"{name}\t{found}" for name, found in traced().items())]
+    lines = ["case\tdigests", *(f"{name}\t{found}" for name, found in traced().items())]
     FILE.write_text("\n".join(lines) + "\n")
 
 
 def differences(before: Traces, after: Traces) -> list[str]:
-    """Cases whose launches differ, a line each."""
-    lines = [f"{name}: launches differ" for name, found in after.items() if before.get(name, found) != found]
+    """Cases whose launches differ, a line each, with the fields of the first launch that differs."""
+    changed = [name for name, found in after.items() if before.get(name, found) != found]
+    lines = [f"{name}: launches differ" for name in changed]
+    if changed:
+        old, new = before[changed[0]].split(), after[changed[0]].split()
+        place = next(i for i, (x, y) in enumerate(itertools.zip_longest(old, new)) if x != y)
+        with FOR_MANY:
+            lines[1:1] = next(case for case in cases() if case.name == changed[0]).described(place)
     lines += [f"{name}: new" for name in after if name not in before]
     return lines + [f"{name}: gone" for name in before if name not in after]

@@ -52,8 +52,8 @@ def drawn(version: str, recorded: dict[Entry, Costs]) -> set[Entry]:
 def test_machine_code_is_as_recorded(toolchain: str, tmp_path: Path):
     """Compiles what is not recorded as the source has it, and a sample of the rest, from nothing. Where the record is known to
     hold the sources' fingerprints, only those of the sample are made anew."""
-    chain = TOOLCHAINS[toolchain]
-    version = chain.triton()
+    own = TOOLCHAINS[toolchain]
+    version = own.triton()
     if toolchain == "oldest":
         assert version == "3.6.0"
     if version not in records.recorded_tritons():
@@ -61,25 +61,25 @@ def test_machine_code_is_as_recorded(toolchain: str, tmp_path: Path):
     recorded = records.read(version)
     sample = drawn(version, recorded)
     if records.holds_sources(version) and not FULL:
-        listed = chain.listed(sample)
+        listed = own.listed(sample)
         assert sorted(listed.names) == sorted(entry.name for entry in recorded)
         assert {*listed.files} <= {*records.source_files()}, "records.SOURCES lacks what fingerprints depend on"
         named = {entry.name for entry in sample}
         entries, recorded = listed.entries, {entry: recorded[entry] for entry in recorded if entry.name in named}
     else:
-        entries = chain.entries()
+        entries = own.entries()
     comparison = records.compare(entries, recorded)
     keys = {entry.key for entry in sample}
     wanted = [*comparison.new[:MOST], *sorted(entry for entry in comparison.same if entry.key in keys)]
     cache = {"TRITON_CACHE_DIR": str(tmp_path)}
-    compiled = chain.compile(entries, wanted, environment=cache, expected=comparison.before)
+    compiled = own.compile(entries, wanted, environment=cache, expected=comparison.before)
     wrong = records.violations(comparison, compiled)
     assert not wrong, "if this is meant: make record, then read what make gate lists\n" + "\n".join(wrong)
 
 
 def test_launches_are_as_recorded():
     wrong = launches.differences(launches.parse(launches.FILE.read_text()), launches.traced())
-    assert not wrong, "if this is meant: make record\n" + "\n".join(wrong)
+    assert not wrong, "if this is meant: python -m tests.compile launches\n" + "\n".join(wrong)
 
 
 def test_page_shows_what_is_recorded():

@@ -190,7 +190,7 @@ class Strand(threading.Thread):
 
 
 class Pool:
-    """Strands that take turns. Whenever one stops, the first of them that can go on does."""
+    """Strands that run one at a time. Whenever one stops, the first of them that can go on does."""
 
     def __init__(self) -> None:
         self.strands: list[Strand] = []
@@ -238,7 +238,7 @@ def let_others_run() -> None:
 @dataclass(frozen=True)
 class Order:
     """Which of several that can go on does. `workers_first`: of a CTA's partitions the workers, which then run as far ahead as
-    their barriers let them, or the default one. `last_first`: all CTAs take turns, the last of them first; else a CTA starts
+    their barriers let them, or the default one. `last_first`: all CTAs alternate, the last of them first; else a CTA starts
     when the one before it has ended."""
 
     workers_first: bool = True

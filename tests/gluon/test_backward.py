@@ -19,8 +19,8 @@ from flashdelta.kernels.triton import segments
 from flashdelta.kernels.triton import wy as portable_wy
 from flashdelta.runtime import autograd
 
-from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..support.cases import BF16, BY_NAME, FP32, HARD_CASES, LENGTH_CASES, Case, case_id
+from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, on_gpu
+from ..support.cases import BF16, BY_NAME, FORWARD_ONLY, FP32, HARD_CASES, LENGTH_CASES, WITH_GRADIENTS, Case, case_id
 from ..support.gradients import (
     assert_first_is_its_own,
     assert_nan_stays,
@@ -53,27 +53,13 @@ ON_HOPPER = [
     replace(KIMI, name="packed_wide", H=1, HV=2, lengths=(1, 63, 64, 65, 0), state=FP32),
     replace(UNBOUNDED, name="packed_wide_unbounded", H=1, HV=1, lengths=(1, 63, 64, 65, 0), state=FP32, v_first=True),
     replace(KIMI, name="small_heads", H=1, HV=2, K=64, V=64, T=130),
-    *(on_gpu(BY_NAME[name]) for name in (*("decay", "softplus_broad", "logsigmoid", "wide_gate", "T131", "B3",
-        "beta_double", "no_l2norm"), *("gva3_unsafe", "state_bf16_v_first", "packed_unused", "expanded", "same_keys",
-        "g-50", "zero_rows"))),
-]  # fmt: skip
-PORTABLE = (
-    *("T0", "T33", "B0", "chunk32", "chunk32_unsafe"),
-    *("decay", "decay_promised", "softplus", "softplus_broad", "bounded", "bounded_bare", "logsigmoid"),
-    *("beta_double", "beta_value_2", "no_l2norm", "scale", "no_final_state"),
-    # one power of two and one other: the kernels' loop over value heads is of any length
-    *("gva2", "gva3_unsafe", "V32", "state", "state_v_first", "state_bf16"),
-    *("packed", "packed_int32", "packed_empty_ends", "packed_none", "packed_unused", "packed_gva", "packed_chunk32"),
-    # of the other layouts `gradients` makes dense leaves
-    "last_dim_strided",
-    *("same_keys", "same_keys_unsafe", "g-50", "forget_channels", "softplus_saturated", "zero_rows", "key_norms"),
-)
+    *(replace(case, h=False) for case in HOPPER_CASES if case.name not in FORWARD_ONLY),
+]
 
 
-def small(name: str) -> Case:
-    case = BY_NAME[name]
+def small(case: Case) -> Case:
     heads = {} if case.H != case.HV or case.layout != "dense" else {"H": 1, "HV": 1}
-    lengths = case.lengths and tuple(min(length, 66 if name == "packed" else 20) for length in case.lengths[:4])
+    lengths = case.lengths and tuple(min(length, 66 if case.name == "packed" else 20) for length in case.lengths[:4])
     T = case.chunk_size + 2 if case in LENGTH_CASES or case in HARD_CASES or case.lengths is None else 17
     return replace(case, B=min(case.B, 2), T=min(case.T, T), lengths=lengths, h=False, **heads)
 
@@ -103,7 +89,7 @@ def check(case: Case, backend: str, **options: object) -> None:
     assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
-CASES = [*((small(name), "triton") for name in PORTABLE), *((case, "hopper") for case in ON_HOPPER)]
+CASES = [*((small(case), "triton") for case in WITH_GRADIENTS), *((case, "hopper") for case in ON_HOPPER)]
 LONG = replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(576,), state=FP32, memory="long")
 FEW = {"chunk_size": 32, "K": 32, "V": 32, "H": 1, "HV": 1}
 V_FIRST = replace(BY_NAME["state_bf16_v_first"], T=66, **FEW)
@@ -155,7 +141,7 @@ def test_a_sequence_s_gradients_are_its_own(hold_sequence: Callable, backend: st
 
 def test_gradients_of_sums():
     """Which come in as one number, expanded."""
-    call = call_of(small("state"), "triton")
+    call = call_of(small(BY_NAME["state"]), "triton")
     v = call["v"].requires_grad_()
     results = fd.chunk_kda(**call)
     (found,) = torch.autograd.grad(sum(x.sum() for x in results), v, retain_graph=True)
@@ -166,7 +152,7 @@ def test_gradients_of_sums():
 @pytest.mark.parametrize("name", ["bounded", "packed_int32"])
 def test_what_is_kept_is_not_computed_again(name: str):
     """And the token recurrence has the gradients of the chunks."""
-    call = call_of(small(name), "triton")
+    call = call_of(small(BY_NAME[name]), "triton")
     grads = incoming(call)
     by_token = gradients(as_recurrent(call), *grads, op=fd.fused_recurrent_kda)
     with mock.patch.object(StageSet, "scan", autospec=True, side_effect=StageSet.scan) as scan, poisoned_memory():

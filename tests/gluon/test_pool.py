@@ -10,7 +10,7 @@ import torch
 
 import flashdelta as fd
 
-from ..gpu.calls import on_gpu
+from ..gpu.calls import on_gpu, takes_hopper
 from ..support.cases import BF16
 from ..support.decoding import memory_of
 from ..support.oracle import same_bits
@@ -21,7 +21,7 @@ from ..support.pools import (
     PLAIN_POOLS,
     SPLITS,
     PoolCase,
-    as_recurrent_pool,
+    as_recurrent,
     by_pieces,
     hold_pool,
     pool_call,
@@ -31,27 +31,20 @@ from ..support.pools import (
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 
-@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS, ids=pool_id)
+POOLS = PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS
+
+
+@pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
 def test_chunk(pool_case: PoolCase):
     hold_pool(fd.chunk_kda, pool_call(pool_case) | {"backend": "triton"}, [] if pool_case in SPLITS else [by_pieces])
 
 
 @pytest.mark.parametrize("pool_case", PLAIN_POOLS, ids=pool_id)
 def test_recurrent(pool_case: PoolCase):
-    hold_pool(fd.fused_recurrent_kda, as_recurrent_pool(pool_call(pool_case) | {"backend": "triton"}), [by_pieces])
+    hold_pool(fd.fused_recurrent_kda, as_recurrent(pool_call(pool_case) | {"backend": "triton"}), [by_pieces])
 
 
-ON_HOPPER = {
-    *("batch", "v_first_int32", "bf16", "non_positive", "flags", "gva", "no_slots", "no_tokens", "unbounded"),
-    *("several", "at_the_end", "cut_batch", "cut_bf16", "bad_offsets"),
-    *("every_128_batch", "every_bf16", "every_too_few", "every_pool", "every_h", "many_offsets", "offsets_batch"),
-    *("only_final_bf16", "no_sequences", "split_every", "split_offsets"),
-}
-
-
-@pytest.mark.parametrize(
-    "pool_case", [x for x in PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS if x.name in ON_HOPPER], ids=pool_id
-)
+@pytest.mark.parametrize("pool_case", [x for x in POOLS if takes_hopper(on_gpu(x.case))], ids=pool_id)
 def test_chunk_on_hopper(pool_case: PoolCase):
     hold_pool(fd.chunk_kda, pool_call(replace(pool_case, case=on_gpu(pool_case.case)), BF16) | {"backend": "hopper"})
 
@@ -76,7 +69,7 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
     case = pool_case.case
     sequences = replace(pool_case, case=replace(case, lengths=(case.T, *(0,) * (N - 1)), HV=1))
     call = pool_call(sequences) | {"backend": "triton", "cu_seqlens": torch.tensor(values)}
-    call = call if op is fd.chunk_kda else as_recurrent_pool(call)
+    call = call if op is fd.chunk_kda else as_recurrent(call)
     guarded = torch.zeros(1, 70 + 140, 1, 64)
     memory = memory_of(call["state_pool"])
     before, pitch = memory.clone(), call["state_pool"].stride(0)

@@ -17,9 +17,8 @@ from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.oracle import (
     TOLERANCE,
     as_recurrent,
-    assert_close,
     assert_right,
-    chunked_truth,
+    check_h,
     conditioning,
     poisoned_memory,
     same_bits,
@@ -72,7 +71,7 @@ def check(op, case: Case, dtype: torch.dtype) -> None:
     factor = conditioning(case, dtype) if op is fd.chunk_kda else 1.0
     assert_right(lambda **_: results[:2], call, factor=factor)
     if case.h and op is fd.chunk_kda:
-        assert_close("h", results[2], chunked_truth(call)[2], TOLERANCE[dtype])
+        check_h(call, results[2], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 import flashdelta as fd
 from flashdelta.kernels.hopper import build, recurrence
 
-from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu
-from ..support.cases import BF16, CASES, FP32, Case, case_id
+from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu
+from ..support.cases import BF16, FP32, Case, case_id
 from ..support.decays import KINDS, decays_call
 from ..support.inputs import TOKEN_TENSORS
 from ..support.oracle import (
@@ -26,7 +26,7 @@ from ..support.oracle import (
     tolerance_of,
     truth,
 )
-from ..support.pools import BUFFERS_BY_NAME, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
+from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
 from ..support.ranks import Cut
 from .checks import check_steps, hold_bits_alone, hold_nan_inside, poisoned, steps_call
 from .interpreter import hopper_on_cpu
@@ -43,16 +43,10 @@ def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def widths(cases: list) -> list[tuple]:
-    """Each with K of 128 or 64, by turns."""
+    """Each with K of 128 or 64, alternately."""
     return [*zip(cases, itertools.cycle((128, 64)))]
 
 
-NAMES = {
-    *("B3", "decay_promised", "bounded_bare", "bound_half", "wide_gate", "gva4", "state_v_first", "state_bf16"),
-    *("packed_unused", "packed_tokens", "fused", "padded", "same_keys", "pinned_decay", "zero_rows", "key_norms"),
-    *("softplus_broad", "decay", "wide_decay", "logsigmoid", "final_v_first", "gva3_unsafe", "packed_gva", "g_mixed"),
-    *("packed_all_empty", "tokens_innermost", "g-50", "same_keys_unsafe", "zero_rows_unbounded", "forget_channels"),
-}
 SMALL = replace(KIMI, H=1, HV=2, V=64, T=192, state=FP32)
 FREE = replace(UNBOUNDED, H=1, HV=2, V=64, T=192, state=FP32)
 LENGTHS = [
@@ -67,7 +61,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize(
     ("case", "K"),
-    widths([*(on_gpu(case) for case in CASES if case.name in NAMES), *LENGTHS]),
+    widths([*(replace(case, h=False) for case in HOPPER_CASES if case.l2norm), *LENGTHS]),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_cases(case: Case, K: int):
@@ -167,12 +161,7 @@ def test_few_ctas_change_no_bit(case: Case, stream_k: bool, monkeypatch: pytest.
         assert_same_bits(poisoned(call), want, covered_tokens(call))
 
 
-POOL_NAMES = ("v_first_int32", "flags_batch", "gva", "several", "cut_bf16", "bad_offsets")
-POOLS = [case for case in PLAIN_POOLS + CHECKPOINT_POOLS if case.name in POOL_NAMES]
-POOLS += [BUFFERS_BY_NAME[name] for name in ("every_128_batch", "every_pool", "many_offsets", "only_final_bf16")]
-
-
-@pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
+@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS, ids=pool_id)
 def test_pools(pool_case: PoolCase):
     case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
     call = pool_call(replace(pool_case, case=case), BF16) | {"split": False, "backend": "hopper"}

@@ -24,7 +24,7 @@ from flashdelta.tools.devices import capture
 
 from ..support.cases import BF16, FP32, Case
 from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import relative_error, same_bits
+from ..support.oracle import NO_H, relative_error, same_bits
 from ..support.ranks import SHARED, Cut, Found, incoming_of, results_of
 from .calls import KIMI, UNBOUNDED, first_configurations
 
@@ -177,7 +177,7 @@ def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
     found = {}
     for name, op in (("ours", fd.chunk_kda), ("fla", chunk_kda)):
         own = {"backend": cut.call["backend"]} if name == "ours" else {}
-        dropped = ("initial_state", "backend", "chunk_size", "return_intermediate_states", "output_final_state")
+        dropped = ("initial_state", "backend", "chunk_size", *NO_H, "output_final_state")
         call = {key: x for key, x in cut.local(contexts["ours"]).items() if key not in dropped}
         inputs = {key: call[key].requires_grad_() for key in (*TOKEN_TENSORS, *SHARED) if key in call}
         o = op(**call | own | {"cp_context": contexts[name]})[0]

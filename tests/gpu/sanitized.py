@@ -29,7 +29,7 @@ from ..support.gradients import gradients, incoming
 from ..support.inputs import make_call
 from ..support.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
 from ..support.layer import gradients as layer_gradients
-from ..support.pools import BUFFERS_BY_NAME, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, as_recurrent_pool, pool_call
+from ..support.pools import BUFFERS_BY_NAME, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, as_recurrent, pool_call
 from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.ranks import Cut, incoming_of
 from ..support.wy import WyCase, make_wy
@@ -103,7 +103,7 @@ def forwards(found: list[dict], backend: str, races: bool) -> Calls:
         for run in of(fd.chunk_kda, filter(takes_steps, found), backend):
             yield functools.partial(by_steps, run)
     if not races:
-        tokens = [as_recurrent_pool(call) for call in found if "checkpoint_states" not in call]
+        tokens = [as_recurrent(call) for call in found if "checkpoint_states" not in call]
         yield from of(fd.fused_recurrent_kda, tokens, backend)
 
 
@@ -190,7 +190,7 @@ def by_whole_heads(check: Callable[[], object]) -> None:
 
 def fused(backend: str, races: bool) -> Calls:
     few_are(0)
-    steps = HOPPER_FUSED[-6:] if backend == "hopper" else FUSED_STEPS
+    steps = [x for x in HOPPER_FUSED if x.HV > x.H] if backend == "hopper" else FUSED_STEPS
     chosen = [step for step in steps if not races or backend == "hopper" or step.name in FUSED_RACES]
     return of(fd.fused_kda_decode, [make_fused(step, BF16) for step in chosen], backend)
 

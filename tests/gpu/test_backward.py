@@ -22,7 +22,7 @@ from ..support.gradients import (
     incoming,
     same_gradients,
 )
-from ..support.oracle import poisoned_memory
+from ..support.oracle import NO_H, poisoned_memory
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu
@@ -161,7 +161,7 @@ def test_a_repeated_step_of_no_tokens_has_all_gradients(case: Case, backend: str
 
 def step(call: dict, reduce: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
     leaves = {name: call[name].detach().requires_grad_() for name in INPUTS if call.get(name) is not None}
-    o = fd.chunk_kda(**call | leaves | {"return_intermediate_states": False})[0]
+    o = fd.chunk_kda(**call | leaves | NO_H)[0]
     return torch.autograd.grad(reduce(o), list(leaves.values()))
 
 

@@ -112,8 +112,7 @@ PACKED_LENGTHS = {"lengths": (0, *LENGTHS, 0, 0, *reversed(LENGTHS), 0), "state"
 CALLS = [
     *each("table", map(on_gpu, CASES), ops=BOTH),
     *each("other dtypes", map(on_gpu, SOME + HARD_CASES), dtypes=HALF_OR_FULL),
-    *each("tokens", map(on_gpu, (SOME + HARD_CASES)[::2]), ops=TOKENS, dtypes=[FP32]),
-    *each("tokens", map(on_gpu, (SOME + HARD_CASES)[1::2]), ops=TOKENS, dtypes=[FP16]),
+    *each("tokens", map(on_gpu, SOME + HARD_CASES), ops=TOKENS, dtypes=HALF_OR_FULL),
     *each("head dims", [replace(BY_NAME["state"], T=130)], HEAD_DIMS),
     *each("head dims, tokens", [replace(BY_NAME["state"], T=20)], HEAD_DIMS, TOKENS),
     *each(

@@ -1,4 +1,4 @@
-"""`fd.fused_kda_decode` on the GPU: against float64, as a chain of operators, again and again, in graphs."""
+"""`fd.fused_kda_decode` on the GPU: against float64, operator by operator, again and again, in graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import flashdelta as fd
 
 from ..support.cases import BF16, FP16, FP32, case_id
 from ..support.fused import FUSED_STEPS, FusedStep, make_fused
-from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused
+from ..support.fused_checks import HOPPER_FUSED, WRITTEN, by_operators, check_fused, check_rounds_of_fused
 from ..support.oracle import TOLERANCE, assert_close, same_bits
 from ..support.pools import copied as laid_out_alike
 from .calls import case_and_dtype, check_late, in_turn, overlapping
@@ -64,7 +64,7 @@ def test_portable_kernel_is_the_loop_in_steps_for_hopper(step: FusedStep):
 def test_fused_is_the_chain(name: str):
     """Of the single operators, which round q, k, v and o in between."""
     fused, single = (make_fused(BY_NAME[name], BF16, "cuda") for _ in range(2))
-    assert_close("o", fd.fused_kda_decode(**fused), chain(single, "auto").double(), 2 * TOLERANCE[BF16])
+    assert_close("o", fd.fused_kda_decode(**fused), by_operators(single, "auto").double(), 2 * TOLERANCE[BF16])
     assert_close("state", fused["state"], single["state"].double(), 2 * TOLERANCE[BF16])
     assert same_bits(fused["conv_state"], single["conv_state"])
 

@@ -20,7 +20,6 @@ from ..support.pools import (
     PLAIN_POOLS,
     SPLITS,
     PoolCase,
-    as_recurrent_pool,
     buffered,
     by_pieces,
     copied,
@@ -75,7 +74,7 @@ BUFFER_MODELS = [
 
 def gpu_pool_call(op, pool_case: PoolCase, dtype: torch.dtype, backend: str, seed: int = 0) -> dict:
     call = pool_call(replace(pool_case, case=on_gpu(pool_case.case)), dtype, "cuda", seed) | {"backend": backend}
-    return call if op is fd.chunk_kda else as_recurrent_pool(call)
+    return call if op is fd.chunk_kda else as_recurrent(call)
 
 
 def nearly(got: torch.Tensor, want: torch.Tensor) -> bool:

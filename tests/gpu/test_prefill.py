@@ -10,7 +10,7 @@ import torch
 
 import flashdelta as fd
 from flashdelta.kernels.triton.build import build
-from flashdelta.runtime import call as road
+from flashdelta.runtime import call as runtime
 
 from ..support.cases import FP32, Case, case_id
 from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
@@ -88,7 +88,7 @@ def test_launch_parameters_of_other_gpus(size: tuple[int, int, int], precision: 
     """What an Ada or Ampere GPU would launch, compiled for the one at hand."""
     case = sized(PLAIN, size)
     call = prefill_call(case, "cuda")
-    problem, t = road.check(fd.kda_prefill, **call, precision=precision)
+    problem, t = runtime.check(fd.kda_prefill, **call, precision=precision)
     with poisoned_memory():
         found = build(problem, t, arch).execute([*t.present().values()])
     hold(case, tuple(found[name] for name in "owu"), truth(call))

@@ -203,7 +203,20 @@ CASES = [
     *LAYOUT_CASES,
     *HARD_CASES,
 ]
+FORWARD_ONLY = {
+    *(f"T{T}" for T in LENGTHS if T not in (33, 131)),
+    *("softplus_no_bias", "bounded_no_A", "bound_half", "logsigmoid_promised", "wide_decay", "beta_logit"),
+    *("h", "h_v_first", "gva1", "gva8", "one_head", "V32_unsafe", "final_v_first", "state_strided"),
+    *("packed_all_empty", "packed_one", "packed_tokens", "packed_bf16_state", "fused_packed", "head_first"),
+    *("tokens_innermost", "padded", "odd_offset", "same_keys_2", "pinned", "pinned_decay", "no_decay", "g-1e4"),
+    *("forget", "g_alternating", "bounded_saturated", "logsigmoid_saturated", "zero_rows_unbounded"),
+    *("key_norms_unbounded", "beta_zero", "beta_saturated"),
+}
+"""Cases like another as far as gradients go."""
+WITH_GRADIENTS = [case for case in CASES if case.name not in FORWARD_ONLY]
+
 BY_NAME = {case.name: case for case in CASES}
+assert BY_NAME.keys() >= FORWARD_ONLY
 assert len(BY_NAME) == len(CASES), "case names must differ"
 
 

@@ -11,22 +11,18 @@ import flashdelta as fd
 from .cases import BF16, FP32
 from .decoding import rows_of
 from .decoding_checks import output_of
-from .fused import EPS, FUSED_BY_NAME, FusedStep, make_fused
+from .fused import EPS, FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
 from .held import of_states, run_held
 from .oracle import TOLERANCE, assert_close
 
-_PLAIN = (
-    *("one", "bias", "two_taps", "three_taps", "parts", "softplus", "none", "no_norm", "null", "reserved", "no_slots"),
-    *("page", "scattered", "zero_rows"),
-)
+_PLAIN = [x.name for x in FUSED_STEPS if x.T == 1 and x.lengths is None and x.v_first and x.state == FP32]
 HOPPER_FUSED = [
     replace(FUSED_BY_NAME[name], name=f"{name} K{K} {state} {group}", H=2, HV=2 * group, K=K, V=K, state=state)
     for name, K, state, group in (
-        *((name, 64, FP32, 1) for name in (*_PLAIN, "no_sequences")),
+        *((name, 64, FP32, 1) for name in _PLAIN),
         *((name, 128, BF16, 1) for name in ("model", "two_taps", "null", "softplus", "page", "scattered")),
         ("one", 64, BF16, 1),
         ("model", 128, FP32, 1),
-        ("odd_pitch", 64, FP32, 1),
         ("gva3", 64, FP32, 3),
         ("null", 64, BF16, 2),
         ("scattered", 64, FP32, 2),
@@ -54,7 +50,7 @@ def check_fused(step: FusedStep, dtype: torch.dtype, backend: str, device: str =
     return call
 
 
-def chain(call: dict, backend: str) -> torch.Tensor:
+def by_operators(call: dict, backend: str) -> torch.Tensor:
     """A call of one token a sequence as single operators: what it returns. Both pools are written."""
     rows, HV, K = call["x"].shape[0], call["state"].shape[1], call["state"].shape[3]
     pool = {"state_pool": call["conv_state"], "state_indices": call["state_indices"], "backend": backend}

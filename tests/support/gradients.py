@@ -13,7 +13,7 @@ from flashdelta.program.launch import Launch
 
 from .inputs import TOKEN_TENSORS
 from .launches import start
-from .oracle import covered_tokens, float64, poisoned_memory
+from .oracle import NO_H, covered_tokens, float64, poisoned_memory
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
@@ -32,7 +32,7 @@ def incoming(call: dict) -> tuple[Tensor, Tensor]:
 def gradients(call: dict, grad_o: Tensor, grad_final: Tensor, op: Callable = fd.chunk_kda) -> dict[str, Tensor]:
     """By the inputs' names."""
     leaves = {name: call[name].detach().clone().requires_grad_() for name in INPUTS if call.get(name) is not None}
-    asked = {"output_final_state": True} | ({"return_intermediate_states": False} if op is fd.chunk_kda else {})
+    asked = {"output_final_state": True} | (NO_H if op is fd.chunk_kda else {})
     o, final_state = op(**call | leaves | asked)
     covered = covered_tokens(call)
     # rows of no sequence are undefined

@@ -8,6 +8,7 @@ NaN fails.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 
 import torch
@@ -35,16 +36,12 @@ ILL_CONDITIONED = 5
 ROW_FACTOR = 10
 """How many tolerances the worst row may be off: rounding spreads evenly, a wrong row is off by its own size."""
 
-CHUNK_ONLY = (
-    "safe_gate",
-    "chunk_size",
-    "return_intermediate_states",
-    "cu_seqlens_cpu",
-    "disable_recompute",
-    "split",
-    "batch_invariant",
-)
+_OF_CHUNKS, _OF_TOKENS = (inspect.signature(op).parameters for op in (fd.chunk_kda, fd.fused_recurrent_kda))
+CHUNK_ONLY = [name for name in _OF_CHUNKS if name not in _OF_TOKENS]
 """Arguments of `chunk_kda` that `fused_recurrent_kda` does not have."""
+
+NO_H = {"return_intermediate_states": False}
+"""Arguments of a `chunk_kda` that returns no states before chunks."""
 
 
 def one_rounding(dtype: torch.dtype) -> float:
@@ -120,11 +117,9 @@ def truth(call: dict, chunked: bool = False) -> tuple[Tensor, Tensor]:
     judges. Tokens of no sequence are 0.
     """
     exact = float64(call) | {"output_final_state": True, "backend": "reference", "out": None}
-    if chunked:
-        exact["return_intermediate_states"] = False
     ops: tuple[Callable[..., tuple], ...] = (fd.fused_recurrent_kda, fd.chunk_kda)
     op = ops[chunked]
-    exact = exact if chunked else as_recurrent(exact)
+    exact = exact | NO_H if chunked else as_recurrent(exact)
     if call.get("cu_seqlens") is None or len(call["cu_seqlens"]) < 2 or call.get("state_pool") is not None:
         return op(**exact)
     results = [op(**sequence) for sequence in sequence_calls(exact)]
@@ -137,6 +132,12 @@ def chunked_truth(call: dict) -> tuple:
     """`(o, final_state, h)` by the chunked reference in float64: much faster, and equal (`test_reference.py`)."""
     asked = {"output_final_state": True, "return_intermediate_states": True, "backend": "reference", "out": None}
     return fd.chunk_kda(**float64(call) | asked)
+
+
+def check_h(call: dict, h: Tensor, tolerance: float) -> None:
+    """Holds the states before chunks against the truth."""
+    assert h.dtype == call["q"].dtype
+    assert_close("h", h, chunked_truth(call)[2], tolerance)
 
 
 def lengths_of(call: dict) -> list[int]:

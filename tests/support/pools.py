@@ -16,7 +16,7 @@ from .cases import BF16, BOUNDED, FP32, Case
 from .decoding import INT32, amid, memory_of
 from .held import run_held
 from .inputs import TOKEN_TENSORS, Source, make_call
-from .oracle import as_recurrent, covered_tokens, one_rounding, same_bits, tolerance_of
+from .oracle import NO_H, as_recurrent, covered_tokens, one_rounding, same_bits, tolerance_of
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,6 @@ def pool_call(x: PoolCase, dtype: torch.dtype = FP32, device: str = "cpu", seed:
     return call | {"split": x.split}
 
 
-def as_recurrent_pool(call: dict) -> dict:
-    return as_recurrent({name: x for name, x in call.items() if not name.startswith("checkpoint")})
-
-
 def copied(pool: Tensor) -> Tensor:
     """A copy of the pool with its surroundings."""
     return memory_of(pool).clone().as_strided(pool.shape, pool.stride(), pool.storage_offset())
@@ -200,7 +196,7 @@ def with_memory_of_its_own(call: dict) -> dict:
 
 def call_for(op, pool_case: PoolCase, dtype: torch.dtype = FP32) -> dict:
     call = pool_call(pool_case, dtype)
-    return call if op is fd.chunk_kda else as_recurrent_pool(call)
+    return call if op is fd.chunk_kda else as_recurrent(call)
 
 
 def plain_call(call: dict) -> dict:
@@ -280,7 +276,7 @@ def by_pieces(op, call: dict) -> dict[str, Tensor]:
         initial_states(call),
         0,
     )
-    plain = plain_call(call) | ({"return_intermediate_states": False} if op is fd.chunk_kda else {})
+    plain = plain_call(call) | (NO_H if op is fd.chunk_kda else {})
     plain.pop("cu_seqlens", None)
     for n, (b, start, stop) in enumerate(sequences(call)):
         length, state, done = stop - start, state_of[n : n + 1], 0

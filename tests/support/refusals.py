@@ -191,14 +191,7 @@ TENSORS: dict[str, Callable[[Tensor], object]] = {
     "grad": lambda x: x.detach().clone().requires_grad_(),
 }
 WRITTEN = (
-    "out",
-    "output",
-    "final_state",
-    "state_pool",
-    "checkpoint_states",
-    "intermediate_states",
-    "state",
-    "conv_state",
+    *("out", "output", "final_state", "state_pool", "checkpoint_states", "intermediate_states", "state", "conv_state"),
 )
 SHARED = (("conv_state", "state"), ("state", "conv_state"), ("initial_state_source", "initial_state"))
 """Tensors that may lie in one buffer."""
@@ -418,7 +411,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-REFUSED_ON_REQUEST = {
+REFUSED_IF_CHECKED = {
     (CHUNK, "host offsets"): [bad(cu_seqlens_cpu=offsets(0, 17, 18, 81, 82, 147))],
     (FORWARD, "offsets"): each(
         cu_seqlens=[

@@ -18,7 +18,7 @@ from flashdelta.parallel.exchange import Exchange
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch, on_cpu
 from flashdelta.program.plan import Plan
-from flashdelta.runtime import call as road
+from flashdelta.runtime import call as runtime
 
 
 @dataclass
@@ -91,7 +91,7 @@ def replaying(interpret: Callable[[Launch], object]) -> Iterator[Replays]:
         return SimpleNamespace(run=start, function=None, packed_metadata=None)
 
     patches = [
-        mock.patch.object(road, "CACHE", LaunchCache()),
+        mock.patch.object(runtime, "CACHE", LaunchCache()),
         mock.patch.object(Launch, "compiled", compiled),
         mock.patch.object(Tensor, "get_device", lambda x: 0 if x.device.type == "cpu" else -1),
         mock.patch.object(TritonBackend, "obstacle", lambda self, problem, device: None),
@@ -119,7 +119,7 @@ def counting() -> Iterator[Replays]:
         return execute(plan, *arguments)
 
     with (
-        mock.patch.object(road, "CACHE", LaunchCache()),
+        mock.patch.object(runtime, "CACHE", LaunchCache()),
         mock.patch.object(Launch, "prepare", prepare_and_count),
         mock.patch.object(Plan, "execute", execute_and_count),
     ):

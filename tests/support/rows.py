@@ -17,7 +17,7 @@ from .decoding_checks import replay_buffer
 from .fused import FusedStep, make_fused
 from .inputs import make_call
 from .layer import ConvolutionCase, NormCase, make_convolution, make_norm
-from .pools import PoolCase, as_recurrent_pool, pool_call
+from .pools import PoolCase, as_recurrent, pool_call
 from .prefills import prefill_call
 from .wy import WyCase, make_wy
 
@@ -45,7 +45,7 @@ def call_of(
     if op is fd.kda_prefill:
         return prefill_call(case, device, seed)
     call = makers.get(type(case), make_call)(case, dtype, device, seed)
-    return as_recurrent_pool(call) if op is fd.fused_recurrent_kda else call
+    return as_recurrent(call) if op is fd.fused_recurrent_kda else call
 
 
 @dataclass(frozen=True)

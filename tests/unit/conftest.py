@@ -8,7 +8,7 @@ import torch
 from flashdelta.backends import TritonBackend
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, STREAM, Launch
-from flashdelta.runtime import call as road
+from flashdelta.runtime import call as runtime
 
 from ..support.replays import compiled_by
 
@@ -49,6 +49,6 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pretended(started: Started, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Started:
     """The same with an empty launch cache."""
-    monkeypatch.setattr(road, "CACHE", LaunchCache())
+    monkeypatch.setattr(runtime, "CACHE", LaunchCache())
     monkeypatch.setattr(TritonBackend, "obstacle", lambda self, problem, device: None)
     return started

@@ -14,11 +14,11 @@ from flashdelta.problem import device_checks
 
 from ..support.cases import BY_NAME, CASES, Case, case_id, named
 from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import as_recurrent, same_bits
+from ..support.oracle import CHUNK_ONLY, as_recurrent, same_bits
 from ..support.refusals import (
     FORWARD,
     REFUSED,
-    REFUSED_ON_REQUEST,
+    REFUSED_IF_CHECKED,
     Refusal,
     good_call,
     marks,
@@ -66,10 +66,9 @@ def test_a_replay_refuses_the_same(refusal: Refusal, pretended: Started):
 # ---- signatures -----------------------------------------------------------------------------------------------------
 
 OF_OTHERS = ("sclae", "use_qk_l2norm", "transpose_state_layout", "head_first")
-OF_CHUNKS = ("checkpoint_states", "checkpoint_every", "safe_gate", "chunk_size", "return_intermediate_states", "split")
 UNKNOWN = {
     fd.chunk_kda: OF_OTHERS,
-    fd.fused_recurrent_kda: (*OF_OTHERS, *OF_CHUNKS),
+    fd.fused_recurrent_kda: (*OF_OTHERS, *CHUNK_ONLY),
     fd.recurrent_kda: ("sclae", "state_pool", "out", "state_indices", "transpose_state_layout"),
 }
 
@@ -148,9 +147,9 @@ def test_replay_buffer_refuses_by_name(name: str, value: object):
 # ---- values on the device ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refusal", refusals(REFUSED_ON_REQUEST))
-def test_values_on_the_device_are_refused_on_request(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
-    """Without a request they touch nothing outside the tensors."""
+@pytest.mark.parametrize("refusal", refusals(REFUSED_IF_CHECKED))
+def test_values_on_the_device_are_refused_if_checked(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
+    """Where values are not checked they touch nothing outside the tensors."""
     monkeypatch.setattr(device_checks, "ENABLED", True)
     good, call = refusal.calls()
     refusal.op(**deepcopy(good))

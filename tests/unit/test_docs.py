@@ -140,6 +140,19 @@ def test_differences_from_fla_are_all_named():
         assert [x for x, p in ours.items() if p.kind != p.KEYWORD_ONLY] == ["q", "k", "v", "g", "beta"]
 
 
+def test_signatures_side_by_side_are_the_functions():
+    """Names, and defaults where the page has them."""
+    text = (ROOT / "docs" / "start" / "serving.md").read_text()
+    found = re.search(r"<!-- signatures: (.*) -->\n\n.*\n.*\n((?:\|.*\n)+)\n<!-- end of signatures -->", text)
+    assert found
+    columns = [*zip(*(row.split("|")[2:-1] for row in found[2].splitlines()))]
+    for name, column in zip(found[1].split(", "), columns, strict=True):
+        parameters = inspect.signature(getattr(fd, name)).parameters.values()
+        own = {f"{x.name}={x.default!r}" if x.default is not x.empty else x.name for x in parameters}
+        said = re.findall(r"`([^`]+)`", " ".join(column))
+        assert said and {*said} <= own, name
+
+
 # ---- tables and figures --------------------------------------------------------------------------------------------------
 
 

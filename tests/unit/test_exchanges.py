@@ -30,7 +30,7 @@ def packet_of(rank: int, i: int, size: int) -> Tensor:
 
 
 def exchanged(group: VirtualRank, sizes: list[int], to: Sequence[str] = (ALL,)) -> bool:
-    """Whether exchanges of these sizes, one after another and by turns `to` these ranks, bring what the ranks sent."""
+    """Whether exchanges of these sizes, one after another, alternately `to` these ranks, bring what the ranks sent."""
     right = True
     for i, (size, whom) in enumerate(zip(sizes, itertools.cycle(to))):
         packets = torch.full((group.size(), 1, size), torch.nan)

@@ -13,7 +13,7 @@ from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import FUSED_DECODE, FUSED_VERIFY, operator_of
 
 from ..support.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
-from ..support.fused_checks import WRITTEN, chain, check_fused, check_rounds_of_fused
+from ..support.fused_checks import WRITTEN, by_operators, check_fused, check_rounds_of_fused
 from ..support.oracle import assert_close, same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -30,7 +30,7 @@ def test_reference_is_the_loop(step: FusedStep):
 def test_fused_is_the_chain(name: str):
     """Of the single operators, in float64."""
     fused, single = (doubled(make_fused(FUSED_BY_NAME[name], torch.float64)) for _ in range(2))
-    o, want = fd.fused_kda_decode(**fused), chain(single, "reference")
+    o, want = fd.fused_kda_decode(**fused), by_operators(single, "reference")
     live = fused["state_indices"] >= 0
     assert_close("o", o[live], want[live], 1e-12)
     for pool in ("state", "conv_state"):
@@ -45,7 +45,7 @@ def doubled(call: dict) -> dict:
     return call | {"state": call["state"].double()}
 
 
-# ---- the road ---------------------------------------------------------------------------------------------------------------
+# ---- how a call runs ------------------------------------------------------------------------------------------------------
 
 
 def run(op: Callable, call: dict) -> list[Tensor]:

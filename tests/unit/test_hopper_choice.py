@@ -22,7 +22,7 @@ from flashdelta.program.workspace import in_slots
 from flashdelta.runtime import warmup
 from flashdelta.runtime.call import check
 
-from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
+from ..gpu.calls import KIMI, UNBOUNDED, on_gpu, takes_hopper
 from ..gpu.test_pool import MODELS as POOL_MODELS
 from ..support.cases import BF16, CASES, FP32, GATE_CASES, Case
 from ..support.inputs import make_call, meta_call, on_meta
@@ -69,7 +69,7 @@ def models(model: Case) -> list[dict]:
     return calls
 
 
-ON_GPU = [case for case in map(on_gpu, CASES) if case.chunk_size == 64 and case.V >= 64]
+ON_GPU = [*filter(takes_hopper, map(on_gpu, CASES))]
 POOLS = [
     replace(x, case=on_gpu(x.case)) for x in PLAIN_POOLS + CHECKPOINT_POOLS + POOL_MODELS if x.case.chunk_size == 64
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +19,11 @@ from flashdelta import backends
 from flashdelta.kernels.triton import build  # noqa: F401  decorated here, as tests set TRITON_INTERPRET
 from flashdelta.problem import device_checks
 from flashdelta.problem.problem import Tensors, inputs_of
-from flashdelta.runtime import call as road
+from flashdelta.runtime import call as runtime
 from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import BACKWARD_WY, operator_of
 
-from ..full import FULL
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id, named
 from ..support.decoding import BY_NAME as STEPS
 from ..support.decoding import make_step, memory_of
@@ -91,8 +90,8 @@ OTHERS = [
 ]
 WITH_OUT = [
     *whole_sequences("bounded", "packed_int32"),
-    *(POOL_CALLS if FULL else POOL_CALLS[::3]),
-    *steps(*(TRACED_STEPS if FULL else TRACED_STEPS[::2])),
+    *POOL_CALLS,
+    *steps(*TRACED_STEPS),
 ]
 
 
@@ -362,31 +361,28 @@ class Asked(Exception):
     pass
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda, fd.kda_prefill])
-def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
+every_function = pytest.mark.parametrize("call", runtime.CALLS.values(), ids=lambda call: call.function.__name__)
+
+
+@every_function
+def test_every_argument_is_passed_under_its_own_name(call: runtime.Dispatcher, monkeypatch: pytest.MonkeyPatch):
     """A forgotten one would let a call run as an earlier one that differs in it."""
-    seen = []
-
-    def key(kind, tensors, options):
-        seen.extend((*tensors, *options))
-        raise Asked
-
-    monkeypatch.setattr(road.CACHE, "find", key)
-    # what stands for a context is worked out first
-    names = inspect.signature(op).parameters.keys() - {"cp_context", "group"}
-    arguments = {name: torch.empty(0) if name in TOKEN_TENSORS else object() for name in names}
+    find = mock.Mock(side_effect=Asked)
+    monkeypatch.setattr(runtime.CACHE, "find", find)
     with pytest.raises(Asked):
-        op(**arguments)
-    assert [name for name, x in arguments.items() if not any(x is other for other in seen)] == []
+        call.function(**{name: name for name in call.signature.parameters if name != "positional"})
+    _, tensors, options = find.call_args.args
+    assert tensors == tuple(name if name in call.signature.parameters else None for name in call.tensors)
+    assert options == call.options
 
 
-@pytest.mark.parametrize("call", road.CALLS.values(), ids=lambda call: call.function.__name__)
-def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: road.Dispatcher):
+@every_function
+def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: runtime.Dispatcher):
     """Only calls on a GPU are replayed."""
     if call.operation.no_gradients is not None:
         pytest.skip(call.operation.no_gradients)
     named = SimpleNamespace(operation=call.kind)
-    replayed = Differentiable(named, Tensors, None, road.CACHE, call.tensors, True)
+    replayed = Differentiable(named, Tensors, None, runtime.CACHE, call.tensors, True)
     assert [call.tensors[i] for i in replayed.places] == [*replayed.inputs]
     own = inputs_of(call.kind)
     assert {*replayed.inputs} >= {*(INPUTS if own is inputs_of("chunk") else own)}

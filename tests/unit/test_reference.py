@@ -11,10 +11,11 @@ from torch import Tensor
 import flashdelta as fd
 
 from ..fuzz.truth import claims_of
-from ..support.cases import BF16, BY_NAME, CASES, FP32, PACKED_CASES, Case, case_id, named
+from ..support.cases import BF16, BY_NAME, CASES, FP32, PACKED_CASES, WITH_GRADIENTS, Case, case_id
 from ..support.gradients import gradients, incoming
 from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.oracle import (
+    NO_H,
     TOLERANCE,
     as_recurrent,
     assert_close,
@@ -48,12 +49,7 @@ def test_recurrence_is_the_papers(case: Case):
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_chunked_is_the_recurrence(case: Case, dtype: torch.dtype):
-    op = fd.chunk_kda if not case.h else _without_h
-    assert_right(op, make_call(case, dtype), factor=conditioning(case, dtype))
-
-
-def _without_h(**call):
-    return fd.chunk_kda(**call)[:2]
+    assert_right(fd.chunk_kda, make_call(case, dtype) | NO_H, factor=conditioning(case, dtype))
 
 
 # ---- states --------------------------------------------------------------------------------------------------------
@@ -130,17 +126,8 @@ def test_gradients_of_chunked_and_recurrent_agree(case: Case):
         assert_close(f"grad of {name}", chunked[name], want, 1e-9)
 
 
-GRADCHECK_CASES = [
-    *named(
-        "decay", "decay_promised", "softplus", "bounded", "logsigmoid", "beta_double", "no_l2norm", "no_final_state"
-    ),
-    *named("gva2", "gva4", "state", "state_v_first", "packed", "packed_gva", "packed_unused", "fused"),
-    *named("same_keys", "g_mixed"),
-]
-
-
 @both
-@pytest.mark.parametrize("case", GRADCHECK_CASES, ids=case_id)
+@pytest.mark.parametrize("case", WITH_GRADIENTS, ids=case_id)
 def test_gradcheck(case: Case, op):
     """Against finite differences of the forward, in a random direction (`fast_mode`), across a chunk boundary."""
     lengths = case.lengths and (5, 0, 30)

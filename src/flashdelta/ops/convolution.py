@@ -83,20 +83,9 @@ def short_convolution(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     tensors = (
-        x,
-        weight,
-        bias,
-        initial_state,
-        cu_seqlens,
-        state_pool,
-        state_indices,
-        has_initial_state,
-        checkpoint_offsets,
-        checkpoint_indices,
-        checkpoint_states,
-        out,
-        final_state,
-    )
+        x, weight, bias, initial_state, cu_seqlens, state_pool, state_indices, has_initial_state, checkpoint_offsets,
+        checkpoint_indices, checkpoint_states, out, final_state,
+    )  # fmt: skip
     found = _dispatch(tensors, (activation, output_final_state, null_index, checkpoint_every, backend))
     return found["o"], found.get("final_state")
 

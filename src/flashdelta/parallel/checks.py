@@ -13,13 +13,19 @@ from torch import Tensor
 
 from ..problem.device_checks import enabled
 from ..problem.errors import wrong
-from ..problem.problem import ChunkProblem
+from ..problem.problem import ChunkProblem, settings_of
 from .border import DIGEST, FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT
 from .exchange import gather_numbers, group_named, is_group
 
+MAY_DIFFER = {
+    *("null_index", "output_final_state", "checkpoint_every", "safe_gate", "return_intermediate_states", "split"),
+    *("batch_invariant", "disable_recompute", "longest_chunks", "all_chunks", "process_group", "rank"),
+}
+"""Settings of a problem that each rank has its own of."""
+
 ALIKE = (
-    *("operation", "scale", "gate", "lower_bound", "beta_kind", "l2norm", "state_v_first", "chunk_size"),
-    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad", "exchange", "relay"),
+    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad"),
+    *(name for name in settings_of(ChunkProblem) if name not in MAY_DIFFER),
 )
 """Fields of problems that calls of all ranks have in common."""
 

@@ -179,7 +179,7 @@ class SharedMemory:
 
     A captured exchange does not know which one comes before it, since a graph may be replayed after any call. It meets the
     others before it writes: what came before has been read then, and signals go with packets alone. Its place is not one of
-    those that take turns, so that a replay between two other exchanges does not count.
+    those that alternate, so that a replay between two other exchanges does not count.
 
     Signals have a channel for each direction. Copies and signals have a stream of their own, so that a rank that waits for no
     other goes on beside them; captured ones don't, whose barrier has the channel of the signals that `receive` waits for.

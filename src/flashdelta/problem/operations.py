@@ -359,8 +359,8 @@ def validate_chunk(c: Arguments) -> Made:
     names = ("chunk_size", "return_intermediate_states", "batch_invariant", "disable_recompute")
     settings |= {name: getattr(c, name) for name in names}
     if c.cp_context is not None and c.cp_context.ranks > 1:
-        names = ("rank", "ranks", "exchange", "relay")
-        settings |= {name: getattr(c.cp_context, name) for name in names} | {"process_group": c.cp_context.name}
+        of_rank = ("rank", "ranks", "exchange", "relay")
+        settings |= {name: getattr(c.cp_context, name) for name in of_rank} | {"process_group": c.cp_context.name}
     longest_chunks, all_chunks = known_lengths(c.cu_seqlens_cpu, c.chunk_size, c.q) or (0, 0)
     return c.made(
         ChunkProblem,

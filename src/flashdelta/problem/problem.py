@@ -42,6 +42,9 @@ RECORD_COUNTS = 4
 RECORD_MULTIPLE = 16
 """The width of replay records is a multiple of it: strides are so with any number of heads, and kernels compile once."""
 
+L2_EPS = 1e-6
+"""Added to the sum of squares of a row of q or k."""
+
 DEFAULT_PRECISION: Precision = "tf32x3"
 """21 mantissa bits or more, on tensor cores; true float32 products run on the ordinary units."""
 
@@ -264,12 +267,12 @@ def is_record(states: Tensor | None) -> bool:
 
 
 def derived(by: Callable[[Any], Any]) -> Any:
-    """A field that is derived from the tensors. The others are settings."""
+    """A field that `by` derives from the tensors. The others are settings."""
     return field(metadata={"derived": by})
 
 
 def settings_of(family: type[Problem]) -> dict[str, str]:
-    """The settings of a problem and their types: an option of a public function that has the name of one is it."""
+    """The fields that are not derived from tensors, and their types. A public function's option of that name sets the field."""
     return {f.name: str(f.type) for f in fields(family) if not f.metadata}
 
 
@@ -508,10 +511,10 @@ class ChunkProblem(AttentionProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class WyProblem(ChunkProblem):
-    """`rows`: chunks that `h` and `dh` hold of a batch row, whose dtypes are `state_dtype` and `state_grad_dtype`."""
+    """`rows`: chunks that `h` and `dh` hold of a batch row."""
 
-    state_dtype: torch.dtype = derived(lambda t: t.h.dtype)
-    state_grad_dtype: torch.dtype = derived(lambda t: t.dh.dtype)
+    h_dtype: torch.dtype = derived(lambda t: t.h.dtype)
+    dh_dtype: torch.dtype = derived(lambda t: t.dh.dtype)
     A_dtype: torch.dtype = derived(lambda t: t.A.dtype)
     rows: int = derived(lambda t: t.h.shape[1])
 
@@ -605,7 +608,7 @@ FAMILIES: tuple[type[Problem], ...] = (
     *(NormProblem, ConvolutionProblem, ChunkProblem, WyProblem, StepProblem, FusedProblem, CommitProblem),
 )
 DERIVED = {family: {f.name: f.metadata["derived"] for f in fields(family) if f.metadata} for family in FAMILIES}
-"""How each family's tensors tell the fields that are no settings."""
+"""How each family's tensors tell the fields that are derived."""
 
 DEFAULTS = {family: {f.name: f.default for f in fields(family) if f.default is not MISSING} for family in FAMILIES}
 

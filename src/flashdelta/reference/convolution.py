@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problem.problem import ConvolutionProblem, ConvolutionTensors
-from .gate import compute_dtype
+from ..problem.problem import ConvolutionProblem, ConvolutionTensors, wider
 from .norm import ACTIVATIONS
 from .sequences import offsets_of
 from .states import gathered, store_rows
@@ -21,7 +20,7 @@ def short_convolution(
     problem: ConvolutionProblem, t: ConvolutionTensors
 ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """`(o [B, T, D], final_state [N, D, L] or None, None)`. With a pool, the final states go there."""
-    dtype, D, W = compute_dtype(problem), problem.D, problem.taps
+    dtype, D, W = wider(problem.dtype), problem.D, problem.taps
     offsets = offsets_of(problem, t)
     begins, lengths = offsets[:-1], offsets.diff().clamp(min=0)
     x = t.x.reshape(-1, D).to(dtype)

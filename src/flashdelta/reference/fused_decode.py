@@ -22,10 +22,10 @@ from ..problem.problem import (
     NormProblem,
     NormTensors,
     problem_of,
+    wider,
 )
 from .convolution import short_convolution
 from .decode import decode_kda
-from .gate import compute_dtype
 from .norm import gated_rms_norm
 from .sequences import few_tokens, offsets_of
 from .states import named_slots, store_rows
@@ -33,7 +33,7 @@ from .states import named_slots, store_rows
 
 def fused_kda_decode(problem: FusedProblem, t: FusedTensors) -> tuple[Tensor, None, None]:
     """`(o [B, T, HV, V], None, None)`; states and windows go to the pools, or records to `intermediate_states`."""
-    dtype = compute_dtype(problem)
+    dtype = wider(problem.dtype)
     live, slot, shift = _sequences(problem, t)
     history = _windows(problem, t, live, slot, shift).to(dtype)
     x = torch.cat([part.flatten(2) for part in (t.q, t.k, t.v)], dim=2).to(dtype)

@@ -7,14 +7,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from ..problem.problem import AttentionProblem, AttentionTensors, Problem
+from ..problem.problem import L2_EPS, AttentionProblem, AttentionTensors, wider
 from .sequences import token_sequences
-
-L2_EPS = 1e-6
-
-
-def compute_dtype(problem: Problem) -> torch.dtype:
-    return torch.float64 if problem.dtype == torch.float64 else torch.float32
 
 
 def log_decay(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
@@ -23,7 +17,7 @@ def log_decay(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     none: `g`.  softplus: `-exp(A_log) softplus(g + dt_bias)`.
     lower_bound: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`.  logsigmoid: `log sigmoid(g)`.
     """
-    x = t.g.to(compute_dtype(problem))
+    x = t.g.to(wider(problem.dtype))
     if problem.gate == "none":
         return x
     if problem.gate == "logsigmoid":
@@ -40,7 +34,7 @@ def log_decay(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
 
 def beta_of(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     """`beta` in the compute dtype, `[B, T, HV]`."""
-    beta = t.beta.to(compute_dtype(problem))
+    beta = t.beta.to(wider(problem.dtype))
     if problem.beta_kind == "value":
         return beta
     # As rows of 32: for a tensor's last few elements PyTorch's CPU loops use another exp than for the others, so a
@@ -50,7 +44,7 @@ def beta_of(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
 
 
 def l2_normalize(x: torch.Tensor) -> torch.Tensor:
-    """`x / sqrt(sum x^2 + 1e-6)` over the last dimension; a zero row stays zero."""
+    """`x / sqrt(sum x^2 + L2_EPS)` over the last dimension; a zero row stays zero."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
@@ -67,7 +61,7 @@ def without_strays(problem: AttentionProblem, t: AttentionTensors) -> AttentionT
 def elementwise_inputs(problem: AttentionProblem, t: AttentionTensors) -> tuple[torch.Tensor, ...]:
     """`q` (normalised, scaled), `k` (normalised), `v`, log decay and beta, in the compute dtype, all with HV heads."""
     t = without_strays(problem, t)
-    dtype = compute_dtype(problem)
+    dtype = wider(problem.dtype)
     q, k, v = t.q.to(dtype), t.k.to(dtype), t.v.to(dtype)
     if problem.l2norm:
         q, k = l2_normalize(q), l2_normalize(k)

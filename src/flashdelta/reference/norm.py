@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..problem.problem import NormProblem, NormTensors
-from .gate import compute_dtype
+from ..problem.problem import NormProblem, NormTensors, wider
 
 ACTIVATIONS = {"none": lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu}
 
 
 def gated_rms_norm(problem: NormProblem, t: NormTensors) -> tuple[torch.Tensor, None, None]:
     """`(o, None, None)`."""
-    x, z, weight = (x.to(compute_dtype(problem)) for x in (t.x, t.z, t.weight))
+    x, z, weight = (x.to(wider(problem.dtype)) for x in (t.x, t.z, t.weight))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + problem.eps)
     return (normed * weight * ACTIVATIONS[problem.activation](z)).to(problem.output_dtype).contiguous(), None, None

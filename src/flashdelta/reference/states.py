@@ -21,8 +21,8 @@ from ..problem.problem import (
     PoolProblem,
     Problem,
     Tensors,
+    wider,
 )
-from .gate import compute_dtype
 from .parallel import outgoing
 from .sequences import lengths_of
 
@@ -45,7 +45,7 @@ def states_in(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     if problem.pool_slots > 0:
         state = gathered(t.state_pool, t.state_indices, t.has_initial_state)
     if state is None:
-        return t.v.new_zeros((problem.N, problem.HV, problem.K, problem.V), dtype=compute_dtype(problem))
+        return t.v.new_zeros((problem.N, problem.HV, problem.K, problem.V), dtype=wider(problem.dtype))
     return from_layout(problem, state)
 
 
@@ -61,7 +61,7 @@ def gathered(pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor | None 
 
 def from_layout(problem: AttentionProblem | CommitProblem, state: torch.Tensor) -> torch.Tensor:
     """States as the caller lays them out, as `[..., K, V]` in the compute dtype."""
-    state = state.to(compute_dtype(problem))
+    state = state.to(wider(problem.dtype))
     state = state.mT if problem.state_v_first else state
     return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 

@@ -69,7 +69,7 @@ class Dispatcher:
             results = entry.execute(tensors, addresses)
             count_writes(tensors, entry.writes)
             return results
-        return self.first(key, tensors, dict(zip(self.tensors, tensors)) | dict(zip(self.options, options)))
+        return self.first(key, tensors, dict(zip((*self.tensors, *self.options), (*tensors, *options), strict=True)))
 
     def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
         """A call unlike earlier ones."""

@@ -2,7 +2,7 @@
 
 Each takes validated tensors by role, then the settings of the problem, then the backend: the schemas are made of those. A
 result that was not asked for is an empty tensor, since a schema has no optional results. Only `kda_prefill::forward`, which
-other programs call by its name, takes a call as its caller made it.
+other programs call by its name, takes the caller's own arguments.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class Operator:
         self.name, self.family, self.roles, self.results, self.writes = name, family, roles, results, writes
         settings, required = settings_of(family.problem), required_roles(family.tensors)
         self.settings = tuple(settings)
+        for field, type_ in settings.items():
+            if type_.removesuffix(" | None") not in ("bool", "int", "float", "str"):
+                raise TypeError(f"{family.problem.__name__}.{field} must be of a type that schemas have; got {type_}")
         types = [f"{type_.replace(' | None', '?')} {name}" for name, type_ in settings.items()]
         kinds = {role: f"Tensor({chr(97 + i)}!)" for i, role in enumerate(writes)}
         tensors = ", ".join(f"{kinds.get(role, 'Tensor')}{'' if role in required else '?'} {role}" for role in roles)

@@ -34,7 +34,7 @@ from .device.math import (
     exp2,
     exp2_negative,
     gate_gradient,
-    inverse_norms,
+    norm_factors,
     opaque_indices,
     reciprocal,
     store_decays,
@@ -285,8 +285,8 @@ def intra_kernel(
     async_copy.wait_group(2)
     store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
     async_copy.wait_group(1)
-    norm_k = inverse_norms(k_s.load(acc_l).to(gl.float32), L2NORM)
-    norm_q = inverse_norms(q_s.load(acc_l).to(gl.float32), L2NORM)
+    norm_k = norm_factors(k_s.load(acc_l).to(gl.float32), L2NORM)
+    norm_q = norm_factors(q_s.load(acc_l).to(gl.float32), L2NORM)
     by_row_s.index(3).store(gl.sum(norm_k, axis=1))
     by_row_s.index(4).store(gl.sum(norm_q, axis=1))
     by_row_s.index(5).store(gl.sum(betas, axis=1))

@@ -194,7 +194,7 @@ def load_gate(buffers, h, dtype: gl.constexpr):
 
 
 @gluon.jit
-def row_factors(pair_s, scale, KEYS_FIRST, L2NORM):
+def pair_norm_factors(pair_s, scale, KEYS_FIRST, L2NORM):
     """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
     `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
@@ -219,8 +219,8 @@ def row_factors(pair_s, scale, KEYS_FIRST, L2NORM):
 
 @gluon.jit
 def store_norms(buffers, scale, L2NORM):
-    buffers.norm0.reshape([4, 16]).store(row_factors(buffers.pairs(0), scale, True, L2NORM))
-    buffers.norm1.reshape([4, 16]).store(row_factors(buffers.pairs(1), scale, False, L2NORM))
+    buffers.norm0.reshape([4, 16]).store(pair_norm_factors(buffers.pairs(0), scale, True, L2NORM))
+    buffers.norm1.reshape([4, 16]).store(pair_norm_factors(buffers.pairs(1), scale, False, L2NORM))
 
 
 @gluon.jit

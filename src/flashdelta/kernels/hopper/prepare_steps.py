@@ -1,5 +1,5 @@
-"""Stage `prepare` in steps of 32 tokens, with normed keys, bf16: everything about a chunk that does not depend on the
-state. One CTA of 4 warps per (chunk, value head).
+"""Stage `prepare` in steps of 32 tokens, bf16: everything about a chunk that does not depend on the state. It always
+norms q and k: a call without `use_qk_l2norm_in_kernel` goes to `prepare.py`. One CTA of 4 warps per (chunk, value head).
 
 Contract: a chunk of 64 tokens is two steps, each with a reference after its 16th row. With G the sum of log decays from the
 step's start, G_m up to the reference and G_C of the whole step, `recurrence` does for each step
@@ -62,7 +62,7 @@ from .device.math import (
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, bind_div8, tiles
-from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, row_factors, running_sums, weighted
+from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, pair_norm_factors, running_sums, weighted
 
 
 @gluon.constexpr_function
@@ -509,9 +509,12 @@ def prepare_steps_kernel(
 
     async_copy.wait_group(0)
     # norms first: their MMAs and the sums of decays together need more registers than there are
-    norm_k_s.reshape([4, 16]).store(row_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, True, True))
+    norm_k_s.reshape([4, 16]).store(
+        pair_norm_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+    )
     norm_q_s.reshape([4, 16]).store(
-        row_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, True, True) * scale
+        pair_norm_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+        * scale
     )
     if SAFE:
         fits: gl.constexpr = True

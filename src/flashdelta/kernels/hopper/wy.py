@@ -40,7 +40,7 @@ from .device.math import (
     beta_value,
     decay_bias,
     exp2,
-    inverse_norms,
+    norm_factors,
     opaque_indices,
     store_decays,
     token_offset,
@@ -287,7 +287,7 @@ def wy_kernel(
         S = by_rows(h_s, V_FIRST)
         dw = warpgroup_mma(grad_v_new_s, S, key_zero, use_acc=False, is_async=True)
         kn = k_s.load(key_l).to(gl.float32)
-        norm_k = inverse_norms(kn, L2NORM)
+        norm_k = norm_factors(kn, L2NORM)
         k_exp_g_s.store((kn * norm_k * exp_g).to(gl.bfloat16))
         dw, _ = warpgroup_mma_wait(0, deps=[dw, grad_v_new_s])
         # w came from `v' = u - w S`
@@ -353,7 +353,7 @@ def wy_kernel(
             )
             in_betas = (row + nothing) * beta_token
             raw = gl.load(beta_row0 + in_betas, mask=more & (row < following.count), other=0.0, volatile=True)
-        norm_q = inverse_norms(q_s.load(key_l).to(gl.float32), L2NORM)
+        norm_q = norm_factors(q_s.load(key_l).to(gl.float32), L2NORM)
         dqg *= exp_g * scale
         if PERSISTENT:
             tma_store(grad_q, tile.batch, tile.start, tile.head, dqg, grad_h_s)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-L2_EPS = tl.constexpr(1e-6)
+from ...problem import problem
+
+L2_EPS = tl.constexpr(problem.L2_EPS)
 
 
 @triton.jit
-def inverse_norm(x, rows, valid, K, BK, COUNT):
+def norms_at(x, rows, valid, K, BK, COUNT):
     """`1 / sqrt(sum x^2 + eps)` of `COUNT` rows, read `BK` channels at a time."""
     total = tl.zeros([COUNT], tl.float32)
     for s in tl.range(0, K, BK):
@@ -19,9 +21,9 @@ def inverse_norm(x, rows, valid, K, BK, COUNT):
 
 
 @triton.jit
-def row_norms(x, tokens, valid, C, K, BK, L2NORM):
-    """Factors of a chunk's rows, `[C]`: `inverse_norm`, or 1 without `L2NORM`."""
+def norm_factors_at(x, tokens, valid, C, K, BK, L2NORM):
+    """Factors of a chunk's rows, `[C]`: `norms_at`, or 1 without `L2NORM`."""
     norm = tl.full([C], 1.0, tl.float32)
     if L2NORM:
-        norm = inverse_norm(x, tokens, valid[:, None], K, BK, C)
+        norm = norms_at(x, tokens, valid[:, None], K, BK, C)
     return norm

@@ -100,7 +100,7 @@ def chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C):
 
 @triton.jit
 def states_fit(total, cu_seqlens, spans, N, T, C):
-    """Says whether `T` tokens can hold `total` chunks. Falling offsets claim more of them than that. As the states between
+    """Says whether `T` tokens can hold `total` chunks. Falling offsets say more of them than that. As the states between
     segments have room for `split.py: most_segments` alone, a batch with such offsets stays whole."""
     if cu_seqlens is None:
         return True

@@ -71,7 +71,7 @@ FIELDS = {
     **dict(C="chunk_size", GATE="gate", BETA="beta_kind", L2NORM="l2norm", SAFE="safe_gate", V_FIRST="state_v_first"),
     **dict(GROUP="group", W="taps", L="state_length", chunk_slots="slots", lowest="lowest_index"),
 }
-"""Fields of a problem that kernels name otherwise."""
+"""Kernels' own names for fields of a problem."""
 
 AXES = {"batch": 0, "token": 1, "head": 2}
 
@@ -104,7 +104,7 @@ def bind(
     one that is absent; a `lower_bound` that is absent is 0, too.
 
     Raises:
-        AttributeError: a parameter that none of them has.
+        AttributeError: a parameter that none of them has, with the kernel's name.
     """
 
     found = vars(t) | own  # type: ignore[operator]
@@ -116,7 +116,10 @@ def bind(
         elif of in found:
             x = 0 if found[of] is None else stride(of, found[of], axis)
         else:
-            x = getattr(problem, field)
+            x = getattr(problem, field, found)
+            if x is found:
+                where = f"the launcher, {type(t).__name__} nor {type(problem).__name__} (by its name in FIELDS) has it"
+                raise AttributeError(f"{kernel.__name__} has a parameter {name!r}, but neither {where}")
             if x is None and name == "lower_bound":
                 x = 0.0
         if constant:

@@ -72,7 +72,7 @@ def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, k
 
 
 @triton.jit
-def inverse_norm(row, L2NORM):
+def norm_factor(row, L2NORM):
     norm = 1.0
     if L2NORM:
         norm = tl.rsqrt(tl.sum(summand(row, row)) + L2_EPS)
@@ -87,8 +87,8 @@ def factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM):
     row_q, row_k = row_q.to(tl.float32), row_k.to(tl.float32)
     exp_g = tl.exp2(log2_decay(row_g.to(tl.float32) + bias, rate, lower_bound, GATE))
     exp_g = tl.where(there, exp_g, 1.0)
-    norm_q = inverse_norm(row_q, L2NORM) * scale
-    norm_k = inverse_norm(row_k, L2NORM)
+    norm_q = norm_factor(row_q, L2NORM) * scale
+    norm_k = norm_factor(row_k, L2NORM)
     overlap = tl.sum(summand(row_q, row_k)) * norm_k
     return row_q, row_k, exp_g, norm_q, norm_k, overlap, beta_of(beta.to(tl.float32), BETA)
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.gates import beta_gradient, beta_of, decay_rate, gate_gradient
-from ..shared.norms import row_norms
+from ..shared.norms import norm_factors_at
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
 from ..stages.finish import ByHead
@@ -124,8 +124,8 @@ def intra_kernel(
     beta_input = tl.load(beta + row * beta_token, mask=valid, other=0.0).to(tl.float32)
     tile_beta = tl.where(valid, beta_of(beta_input, BETA), 0.0)
     rate = decay_rate(A_log, head)
-    norm_q = row_norms(q, i * q_token, valid, C, K, BK, L2NORM)
-    norm_k = row_norms(k, i * k_token, valid, C, K, BK, L2NORM)
+    norm_q = norm_factors_at(q, i * q_token, valid, C, K, BK, L2NORM)
+    norm_k = norm_factors_at(k, i * k_token, valid, C, K, BK, L2NORM)
     # <dq, q> and <dk, k>
     dots_q = tl.zeros([C], tl.float32)
     dots_k = tl.zeros([C], tl.float32)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..shared.gates import beta_of, decay_rate
 from ..shared.mma import apply_weights, dot
-from ..shared.norms import inverse_norm
+from ..shared.norms import norms_at
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
 from .decays import split_decay, sums
@@ -137,8 +137,8 @@ def prepare_bounded_kernel(
         b = beta_of(tl.load(beta + token * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
         tile_beta = tile_beta + (tl.where(valid, b, 0.0),)
         if L2NORM:
-            norm_q = norm_q + (inverse_norm(q, token[:, None] * q_token, valid[:, None], K, BK, BLOCK_ROWS) * scale,)
-            norm_k = norm_k + (inverse_norm(k, token[:, None] * k_token, valid[:, None], K, BK, BLOCK_ROWS),)
+            norm_q = norm_q + (norms_at(q, token[:, None] * q_token, valid[:, None], K, BK, BLOCK_ROWS) * scale,)
+            norm_k = norm_k + (norms_at(k, token[:, None] * k_token, valid[:, None], K, BK, BLOCK_ROWS),)
         else:
             norm_q = norm_q + (tl.full([BLOCK_ROWS], 1.0, tl.float32) * scale,)
             norm_k = norm_k + (tl.full([BLOCK_ROWS], 1.0, tl.float32),)

@@ -59,7 +59,7 @@ def dots(a, b):
 
 
 @triton.jit
-def inverse_norms(rows, L2NORM):
+def norm_factors(rows, L2NORM):
     """`1 / |x|` of rows of q or k; 1 without `L2NORM`."""
     total = dots(rows, rows)
     norms = total * 0.0 + 1.0
@@ -208,7 +208,7 @@ def verify_kernel(
     tile = (token < count)[:, None] & of_key[None, :]
     tile_k = tl.load(k + token[:, None] * k_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
     tile_q = tl.load(q + token[:, None] * q_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
-    norms = stacked(inverse_norms(tile_k, L2NORM), inverse_norms(tile_q, L2NORM))
+    norms = stacked(norm_factors(tile_k, L2NORM), norm_factors(tile_q, L2NORM))
     row = tl.arange(0, ROWS)
     own = row % TOKENS
     known = own < count
@@ -271,8 +271,8 @@ def verify_kernel(
         none = tl.zeros([TOKENS], tl.float32)
         more_A = stacked(dots(decayed, more_k[None, :]), none)
         more_B = stacked(dots(decayed, more_q[None, :]), none)
-        more_norm_k = inverse_norms(more_k[None, :], L2NORM)
-        more_norm_q = inverse_norms(more_q[None, :], L2NORM)
+        more_norm_k = norm_factors(more_k[None, :], L2NORM)
+        more_norm_q = norm_factors(more_q[None, :], L2NORM)
         more_strength = beta_of(more_beta, BETA) * more_norm_k
         # 2 of 32: of 16 columns along N in bfloat16 Triton 3.6 multiplies others, on Hopper
         column = tl.arange(0, 32)

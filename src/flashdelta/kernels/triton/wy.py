@@ -26,7 +26,7 @@ from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ..shared.gates import LOG2E, beta_of, decay_rate
-from ..shared.norms import row_norms
+from ..shared.norms import norm_factors_at
 from ..shared.products import summand
 from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
@@ -242,8 +242,8 @@ def wy_kernel(
         tl.store(grad_Aqk + matrix + in_matrix, tl.where(lower, acc_Aqk, 0.0))
 
     rate = decay_rate(A_log, head)
-    norm_q = row_norms(q, row[:, None] * q_token, valid, C, K, NORM_BK, L2NORM)
-    norm_k = row_norms(k, row[:, None] * k_token, valid, C, K, NORM_BK, L2NORM)
+    norm_q = norm_factors_at(q, row[:, None] * q_token, valid, C, K, NORM_BK, L2NORM)
+    norm_k = norm_factors_at(k, row[:, None] * k_token, valid, C, K, NORM_BK, L2NORM)
     last = row[:, None] == tl.minimum(count, C) - 1
     for s in tl.range(0, K, BK, num_stages=STAGES):
         # each tile is used up before the next one is formed: more of them alive do not fit in registers

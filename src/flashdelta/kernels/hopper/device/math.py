@@ -275,7 +275,7 @@ def column_halves(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def inverse_norms(x, L2NORM):
+def norm_factors(x, L2NORM):
     """`[64, 1]`: `1 / sqrt(sum x^2 + eps)` of the rows, or 1."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     factor = gl.full((C,), 1.0, gl.float32, layout=layout)
