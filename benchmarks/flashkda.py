@@ -13,22 +13,8 @@ from pathlib import Path
 
 import torch
 
-LIBRARY = "_flashkda_C.abi3.so"
-
-
-def load() -> None:
-    """Loads the library, which gives `torch.ops` its operators.
-
-    Raises:
-        ImportError: there is no such file.
-    """
-    installed = importlib.util.find_spec("vllm")
-    folder = Path(installed.origin).parent if installed is not None and installed.origin else Path()
-    path = Path(os.environ.get("FLASH_KDA") or folder / LIBRARY)
-    if not path.exists():
-        raise ImportError(f"no {path}")
-    torch.ops.load_library(str(path))
-
-
-load()  # an import that fails says why there is none
+_installed = importlib.util.find_spec("vllm")
+_folder = Path(_installed.origin).parent if _installed is not None and _installed.origin else Path()
+# an import that fails says why there is none
+torch.ops.load_library(os.environ.get("FLASH_KDA") or str(_folder / "_flashkda_C.abi3.so"))
 operators = torch.ops._flashkda_C
