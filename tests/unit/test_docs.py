@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import flashdelta as fd
@@ -44,6 +46,13 @@ def test_code_runs(path: Path):
         if "flashdelta.integrations.fla" in sys.modules:  # its import enables it
             del sys.modules["flashdelta.integrations.fla"]
             sys.modules["flashdelta.integrations._fla"].disable()
+
+
+@pytest.mark.parametrize("name", [x for x in fd.__all__ if inspect.isfunction(getattr(fd, x))])
+def test_examples_run(name: str):
+    """Of docstrings, as the user reads them."""
+    parts = doctest.DocTestFinder(recurse=False).find(getattr(fd, name), name, globs={"fd": fd, "torch": torch})
+    assert parts[0].examples and not doctest.DocTestRunner().run(parts[0]).failed
 
 
 @every_document

@@ -106,7 +106,7 @@ class KimiDeltaAttention(nn.Module):
     Hugging Face's Kimi-Linear: `nn.weights`. Over tensor-parallel ranks the layer is split by heads (docs/layer.md).
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class KimiDeltaAttention(nn.Module):
             `(y [B, T, hidden_size], cache or None)`.
 
         Raises:
-            ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+            ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
         """
         if attention_mask is not None:
             others = {"cu_seqlens": cu_seqlens, "cp_context": cp_context}

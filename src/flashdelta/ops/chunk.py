@@ -59,6 +59,16 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks.
 
+    Example:
+        >>> q, k, v, g = (torch.randn(1, 128, 2, 64) for _ in "qkvg")
+        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), gate="logsigmoid", output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 128, 2, 64]), torch.Size([1, 2, 64, 64]))
+
+    Most calls take the first group of arguments alone: above all `initial_state`, `output_final_state`, `cu_seqlens`,
+    `use_qk_l2norm_in_kernel` and a gate. Engines add the second, of which `state_pool` and `state_indices` come first. The
+    third is for training at the limits, several GPUs and FLA's names.
+
     Per value head, with state `S [K, V]` (Kimi Linear, arXiv 2510.26692, eq. 1):
 
         S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
@@ -84,38 +94,19 @@ def chunk_kda(
             must be given, since all calls over a pool must agree (`recurrent_kda` divides by default).
         use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
         use_beta_sigmoid_in_kernel: beta is a logit: `sigmoid(beta)` is the write strength.
-        allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
-        safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
-            `lower_bound` needs no promise; the unbounded `softplus` gate refuses one. Without it any decay is exact.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; refused with others, which would ignore it.
-        disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
-            about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. Traced
-            calls (`torch.compile`) and the reference compute it again. Without it an eager call with gradients keeps the
-            maps of split sequences and the states between segments, if these take no more memory than v.
-        return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable. With many
-            heads `o` may differ in rounding from that of a call without.
-        state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
-            pool must agree (`recurrent_kda` has V first by default).
+        A_log: `[HV]` or `[1, 1, HV, 1]`, float32 or dtype of q. Read by the gates `softplus` (required) and `lower_bound`;
+            refused with others, which would ignore it.
+        dt_bias: `[HV * K]` or `[HV, K]`, float32 or dtype of q. Read by the same gates.
+        gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
+            `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from 0,
             non-decreasing, at most T; empty sequences are legal. The values are not read on the host: offsets outside `[0, T]`
             are clamped (on a CPU refused), rows of `o` outside all sequences are undefined, and FLASHDELTA_CHECK=1 verifies
             them.
-        cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length. If no
-            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too.
-        A_log: `[HV]` or `[1, 1, HV, 1]`, float32 or dtype of q. Read by the gates `softplus` (required) and `lower_bound`;
-            refused with others, which would ignore it.
-        dt_bias: `[HV * K]` or `[HV, K]`, float32 or dtype of q. Read by the same gates.
-        chunk_size: 32 or 64 tokens.
-        gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
-            `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
-        out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
-            In q's dtype or float32 (docs/numerics.md says what float16 can't hold).
-        final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
-            contiguous: written and returned instead of a new final state; implies `output_final_state`. A sequence without
-            tokens leaves its initial state there, or zeros. Must not share memory with another argument (`state_pool` updates
-            states in place; what counts are ranges of addresses, from a tensor's first element to its last), and takes no
-            gradients.
+
+    Keyword Args:
         state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
             sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
             `initial_state` and `output_final_state`: a sequence starts from its slot's state and leaves its final state
@@ -126,6 +117,17 @@ def chunk_kda(
         null_index: which indices are null: `"negative"`, or with `state_pool` `"non_positive"` (slot 0 is reserved).
         has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot. None means
             True everywhere.
+        state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
+            pool must agree (`recurrent_kda` has V first by default).
+        cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length. If no
+            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too.
+        out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+            In q's dtype or float32 (docs/numerics.md says what float16 can't hold).
+        final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
+            contiguous: written and returned instead of a new final state; implies `output_final_state`. A sequence without
+            tokens leaves its initial state there, or zeros. Must not share memory with another argument (`state_pool` updates
+            states in place; what counts are ranges of addresses, from a tensor's first element to its last), and takes no
+            gradients.
         checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so
             many tokens of the sequence is stored too. 0 means none; others must rise in a row and be multiples of 16, or the
             sequence's length (where the state is the final one); M at most 8 in a pool. FLASHDELTA_CHECK=1 refuses others.
@@ -146,13 +148,24 @@ def chunk_kda(
             without `cu_seqlens`. No bit of the results changes. Rows past the end of the buffer are not stored: packed
             sequences need at most `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer
             than `B ceil(T / n)` are refused.
+        batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
+            ranks also on where these cut it.
+
+    Other Parameters:
+        allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
+        safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
+            `lower_bound` needs no promise; the unbounded `softplus` gate refuses one. Without it any decay is exact.
+        disable_recompute: keep what the backward pass needs of the forward instead of computing it again: the bytes are in
+            docs/start/training.md. Traced calls (`torch.compile`) and the reference compute it again. Without it an eager call
+            with gradients keeps the maps of split sequences and the states between segments, if these take no more memory than v.
+        return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable. With many
+            heads `o` may differ in rounding from that of a call without.
+        chunk_size: 32 or 64 tokens.
         split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
             sequences. The backward pass has the same segments. Results differ in rounding. "auto" also tries, on `hopper` and
             without gradients or offsets of checkpoints, whether a segment forgets the state before it: up to 2^-40 of that
             state may be dropped, and a NaN or an infinity in it (docs/split.md).
-        batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
-            ranks also on where these cut it.
         cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
             too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and
             run its backward pass. `initial_state` is read, and has a gradient, where the sequence starts; `final_state` is that
@@ -178,7 +191,7 @@ def chunk_kda(
         `batch_invariant` as many more for each). Inputs that can't be read in place are copied.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     if positional:
         raise by_keyword(chunk_kda, positional)

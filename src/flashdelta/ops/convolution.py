@@ -35,6 +35,11 @@ def short_convolution(
     r"""Causal convolution over the tokens, each channel by a filter of its own, then SiLU: what makes queries, keys and values
     of their projections (Kimi Linear, arXiv 2510.26692, section 4).
 
+    Example:
+        >>> o, state = fd.short_convolution(torch.randn(2, 10, 64), torch.randn(64, 4), output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 64, 3]))
+
         o[t] = act(bias + sum_j weight[:, j] * x[t - (W - 1) + j])
 
     Inputs before a sequence's first token are its state's, zeros without one. In float32, rounded once, in one launch (with
@@ -80,7 +85,7 @@ def short_convolution(
         `(o [B, T, D], final_state [N, D, L] or None)`; `o` has x's dtype.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     tensors = (
         x, weight, bias, initial_state, cu_seqlens, state_pool, state_indices, has_initial_state, checkpoint_offsets,

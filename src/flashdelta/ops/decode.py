@@ -52,6 +52,13 @@ def recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     r"""One step of decoding: one to seventeen tokens a sequence, from states in a pool to states in a pool.
 
+    Example:
+        >>> q, k, v, g = (torch.randn(4, 1, 2, 64) for _ in "qkvg")
+        >>> pool, slots = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0, 7, -1])
+        >>> o, pool = fd.recurrent_kda(q, k, v, -g.abs(), torch.rand(4, 1, 2), initial_state=pool, ssm_state_indices=slots)
+        >>> o.shape
+        torch.Size([4, 1, 2, 64])
+
     The recurrence of `chunk_kda` (Kimi Linear, arXiv 2510.26692, eq. 1), token by token in float32; a state in bfloat16 is
     read, updated in float32 and rounded once. Arguments as in FlashInfer's `recurrent_kda`, whose defaults these are: states
     V first, L2 norm on. No gradients. The call allocates nothing if `output` is given and `initial_state` receives the states,
@@ -113,7 +120,7 @@ def recurrent_kda(
         `[1, tokens, HV, V]`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     if positional:
         raise by_keyword(recurrent_kda, positional)
@@ -144,6 +151,11 @@ def commit(
     """Brings the state after each sequence's last accepted token to the pool: the second half of a read-only verification
     (`recurrent_kda` with `update_state=False`).
 
+    Example:
+        >>> pool, slots, rows = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0]), torch.tensor([0, 1])
+        >>> kept = torch.randn(2, 4, 2, 64, 64)  # what `recurrent_kda(intermediate_states=kept, update_state=False)` leaves
+        >>> fd.commit(pool, kept, slots, torch.tensor([4, 1]), intermediate_state_indices=rows)
+
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
     first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, which must be the one that
     verification started from: the result is within 1e-6 of the states kept, and one rounding. A null index, one past the end,
@@ -165,7 +177,7 @@ def commit(
         backend: as in `recurrent_kda`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     tensors = (initial_state, intermediate_states, ssm_state_indices, num_accepted_tokens, intermediate_state_indices)
     _dispatch_commit(tensors, (null_index, state_v_first, backend))
@@ -176,6 +188,9 @@ def replay_buffer(
 ) -> Tensor:
     """An empty replay buffer for `recurrent_kda(intermediate_states=...)`: a row for each sequence of `1 + num_spec_tokens`
     tokens that awaits its `commit`.
+
+    Example:
+        >>> buffer = fd.replay_buffer(8, num_spec_tokens=3, HV=2, K=64, V=64)  # eight sequences
 
     Of a token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T` (Kimi Linear,
     arXiv 2510.26692, eq. 1), then four numbers, which of the row's first token say how many tokens are recorded. Rows of a

@@ -43,6 +43,13 @@ def fused_kda_decode(
     r"""One step of decoding of a layer, in one launch: what lies between its projections (Kimi Linear, arXiv 2510.26692,
     section 4).
 
+    Example:
+        >>> x, weight, windows = torch.randn(2, 192), torch.randn(192, 4), torch.zeros(8, 192, 3)
+        >>> g, beta, A_log, dt_bias = torch.randn(2, 1, 64), torch.randn(2, 1), torch.zeros(1), torch.zeros(64)
+        >>> slots, states, z, norm = torch.tensor([3, 0]), torch.zeros(8, 1, 64, 64), torch.randn(2, 1, 64), torch.ones(64)
+        >>> fd.fused_kda_decode(x, weight, windows, g, beta, A_log, dt_bias, slots, states, z, norm).shape
+        torch.Size([2, 1, 1, 64])
+
         q, k, v = silu(conv(x));   o = rmsnorm(KDA(q, k, v, g, beta)) * norm_weight * sigmoid(output_gate)
 
     as `short_convolution`, `recurrent_kda` and `gated_rms_norm` compute it, with windows and states in pools; all in float32,
@@ -100,7 +107,7 @@ def fused_kda_decode(
         `o [N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), in x's dtype.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     tensors = (
         x, weight, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, output_gate, norm_weight, output, bias,

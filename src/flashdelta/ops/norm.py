@@ -21,6 +21,10 @@ def gated_rms_norm(
     r"""RMS norm of rows, times a gate: what follows attention in the layer (Kimi Linear, arXiv 2510.26692,
     section 4).
 
+    Example:
+        >>> fd.gated_rms_norm(torch.randn(10, 64), torch.randn(10, 64), torch.ones(64)).shape
+        torch.Size([10, 64])
+
         o = x / sqrt(mean(x^2) + eps) * weight * act(z)
 
     In float32, rounded once. Inputs may be strided views, such as slices of a fused projection: if the last dimension is
@@ -38,7 +42,7 @@ def gated_rms_norm(
         `o`, x's shape and z's dtype, contiguous.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     return _dispatch((x, z, weight), (eps, activation, backend))["o"]
 

@@ -25,6 +25,12 @@ def kda_prefill(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Kimi Delta Attention over whole sequences in float32, head first, with the chunk form's `w` and `u` as results.
 
+    Example:
+        >>> q, k, v, g = (torch.randn(1, 2, 100, 64) for _ in "qkvg")
+        >>> o, w, u = fd.kda_prefill(q, k, v, g, torch.rand(1, 2, 100), gate="logsigmoid")
+        >>> o.shape, w.shape
+        (torch.Size([1, 2, 100, 64]), torch.Size([1, 2, 2, 64, 64]))
+
     The function of `chunk_kda`, from zero states. With `G` the sums of log decays inside a chunk of `C` tokens and `T` the
     inverse of docs/algorithm.md, `w = T (k exp(G))` and `u = T v`: what a caller needs to run the recurrence itself. Any decay
     is exact: none is formed as a quotient. Also `torch.ops.kda_prefill.forward`. No gradients.
@@ -47,7 +53,7 @@ def kda_prefill(
         the last token are zero.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     found = _dispatch((q, k, v, g, beta), (chunk_size, scale, gate, precision, backend))
     return found["o"], found["w"], found["u"]

@@ -43,6 +43,12 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token: the same function as `chunk_kda`, faster for a few tokens a sequence.
 
+    Example:
+        >>> q, k, v, g = (torch.randn(1, 3, 2, 64) for _ in "qkvg")
+        >>> o, state = fd.fused_recurrent_kda(q, k, v, g, torch.rand(1, 3, 2), gate="logsigmoid", output_final_state=True)
+        >>> o.shape
+        torch.Size([1, 3, 2, 64])
+
     Arguments, results, errors and source as in `chunk_kda`; the matrix products are exact float32 here. Only the
     chunked kernels have gradients: a call whose inputs require grad runs as `chunk_kda`.
 

@@ -194,7 +194,7 @@ def context_parallel(
         A `ContextParallel`, for `chunk_kda(..., cp_context=)` on this rank's tokens.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted. Where
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value. Where
             `"put"` can't be, every rank says why.
     """
     with broadcast_errors(group):

@@ -32,7 +32,7 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
         `[B, width, D]` in x's dtype, differentiable in x.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     with broadcast_errors(context):
         c = _context(x, context, width)

@@ -55,6 +55,10 @@ def explain(
     """Says which backend would run `op(*arguments, **named)`, and why each other one would not; of `chunk_kda` also how
     sequences would be split. Runs no kernel, but reads `cu_seqlens`.
 
+    Example:
+        >>> fd.explain(fd.gated_rms_norm, torch.randn(10, 64), torch.randn(10, 64), torch.ones(64), device="cpu").chosen
+        'reference'
+
     Args:
         op: a public function; the rest are its own arguments (an unknown one is a `TypeError`, as in a call).
         device: judge for this device instead of the tensors' own; the tensors may then be on the meta device.

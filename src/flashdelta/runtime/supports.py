@@ -31,6 +31,10 @@ class Support(NamedTuple):
 def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
     """Says whether `op(*arguments, **named)` can run, without running it.
 
+    Example:
+        >>> bool(fd.supports(fd.gated_rms_norm, torch.randn(10, 64), torch.randn(10, 32), torch.ones(64)))
+        False
+
     Reads no device data, allocates nothing on a device, and raises nothing: what `op` would refuse is the answer's `reason`. It
     may be asked while a CUDA graph is captured, and inside `torch.compile`. It validates the call anew each time, which takes
     about as long as a first call's validation. Values on a GPU are not read, not even with FLASHDELTA_CHECK=1; on a CPU they

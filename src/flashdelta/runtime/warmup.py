@@ -60,6 +60,10 @@ def warmup(
 ) -> int:
     """Compiles what serving will need, so that no call compiles later.
 
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     fd.warmup(fd.chunk_kda, [(128, 128)], state_pool=[True])
+
     Kernels depend on head dimensions, dtypes and options, and in a few steps on sizes. So the launches of calls of each
     combination below are made for many sizes, of tensors without memory, and their kernels compiled and loaded. Nothing is
     launched. Options that are not listed are those of `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
