@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "conftest.py", "mkdocs.yml", "pyproject.toml")
-HABITS = ("CHANGELOG.md", "CONTRIBUTING.md", ".gitignore", ".pre-commit-config.yaml")
-FOLDERS = (".ci", "benchmarks", "docs", "examples", "hub", "src", "tests")
+HABITS = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", ".gitignore", ".pre-commit-config.yaml")
+FOLDERS = (".ci", ".github", "benchmarks", "docs", "examples", "hub", "src", "tests")
 MADE = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", "dist", ".*")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 

@@ -157,7 +157,8 @@ def chunk_kda(
             `lower_bound` needs no promise; the unbounded `softplus` gate refuses one. Without it any decay is exact.
         disable_recompute: keep what the backward pass needs of the forward instead of computing it again: the bytes are in
             docs/start/training.md. Traced calls (`torch.compile`) and the reference compute it again. Without it an eager call
-            with gradients keeps the maps of split sequences and the states between segments, if these take no more memory than v.
+            with gradients keeps the maps of split sequences and the states between segments, if these take no more memory
+            than v.
         return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable. With many
             heads `o` may differ in rounding from that of a call without.
         chunk_size: 32 or 64 tokens.
