@@ -98,6 +98,19 @@ TILES = memory("tiles", "tiles of prepare:", "w, qg, kg [C, K]", "inverse, Aqk [
 ROWS = memory("rows", "q, k [C, K]", "g [C, K], beta [C]")
 
 PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
+    "token": (
+        "one token: the state forgets, replaces what the key recalls by the value, and is read",
+        [
+            [memory("g", "g_t [K]"), memory("kv", "k_t [K]", "v_t [V], beta_t"), memory("q", "q_t [K]")],
+            [
+                work("forget", "forget", "S <- diag(exp(g_t)) S"),
+                work("write", "write", "S <- S + beta_t k_t (v_t - k_t^T S)"),
+                work("read", "read", "o_t = scale q_t^T S"),
+            ],
+            [carried("S", "state S [K, V]"), memory("o", "o_t [V]")],
+        ],
+        "g>forget kv>write q>read forget>write write>read read>o S>forget write>S S>S",
+    ),
     "prepare": (
         "prepare: one CTA per chunk and value head",
         [
