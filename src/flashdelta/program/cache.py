@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,14 +16,16 @@ is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the call stands inside `torch.func.grad`, `vjp`, `vmap` and so on, of its arguments or of others."""
 
 
-class Entry(Protocol):
-    used: int
+class Entry:
+    """A call that the cache has."""
+
+    used = 0
     """How many entries had been kept when it was last found."""
 
-    types: Sequence[type]
+    types: Sequence[type] = ()
     """Types of the call's options: 64.0 equals 64, and True equals 1, but they are not the same call."""
 
-    writes: Sequence[int]
+    writes: Sequence[int] = ()
     """Tensors, by place, that the call writes."""
 
 

@@ -8,38 +8,34 @@ other programs call by its name, takes the caller's own arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..problem import problem as families
 from ..problem.operations import BY_NAME
 from ..problem.problem import (
     BACKWARD,
+    FAMILIES,
     INPUTS,
     LAYER_INPUTS,
+    ChunkProblem,
+    ChunkTensors,
+    CommitProblem,
+    ConvolutionProblem,
+    FusedProblem,
+    NormProblem,
     Problem,
+    StepProblem,
     Tensors,
+    WyProblem,
     problem_of,
     replaced,
     required_roles,
     settings_of,
 )
 from .autograd import refuse_second
-
-
-class Family(NamedTuple):
-    problem: type[Problem]
-    tensors: type[Tensors]
-
-
-CHUNK_FAMILY = Family(families.ChunkProblem, families.ChunkTensors)
-STEP_FAMILY = Family(families.StepProblem, families.StepTensors)
-FUSED_FAMILY = Family(families.FusedProblem, families.FusedTensors)
-COMMIT_FAMILY = Family(families.CommitProblem, families.CommitTensors)
-CONVOLUTION_FAMILY = Family(families.ConvolutionProblem, families.ConvolutionTensors)
 
 POOL = ("state_pool", "state_indices", "has_initial_state")
 CHECKPOINTS = ("checkpoint_offsets", "checkpoint_indices", "checkpoint_states")
@@ -52,17 +48,17 @@ class Operator:
     def __init__(
         self,
         name: str,
-        family: Family,
+        family: type[Problem],
         roles: tuple[str, ...],
         results: tuple[str, ...],
         writes: tuple[str, ...] = (),
     ):
         self.name, self.family, self.roles, self.results, self.writes = name, family, roles, results, writes
-        settings, required = settings_of(family.problem), required_roles(family.tensors)
+        settings, required = settings_of(family), required_roles(FAMILIES[family])
         self.settings = tuple(settings)
         for field, type_ in settings.items():
             if type_.removesuffix(" | None") not in ("bool", "int", "float", "str"):
-                raise TypeError(f"{family.problem.__name__}.{field} must be of a type that schemas have; got {type_}")
+                raise TypeError(f"{family.__name__}.{field} must be of a type that schemas have; got {type_}")
         types = [f"{type_.replace(' | None', '?')} {name}" for name, type_ in settings.items()]
         kinds = {role: f"Tensor({chr(97 + i)}!)" for i, role in enumerate(writes)}
         tensors = ", ".join(f"{kinds.get(role, 'Tensor')}{'' if role in required else '?'} {role}" for role in roles)
@@ -81,9 +77,9 @@ class Operator:
     def unpacked(self, arguments: tuple) -> tuple[Problem, Tensors, str]:
         """The inverse."""
         n = len(self.roles)
-        t = self.family.tensors(**dict(zip(self.roles, arguments[:n])))
+        t = FAMILIES[self.family](**dict(zip(self.roles, arguments[:n])))
         *settings, backend = arguments[n:]
-        return problem_of(self.family.problem, t, **dict(zip(self.settings, settings))), t, backend
+        return problem_of(self.family, t, **dict(zip(self.settings, settings))), t, backend
 
     def implement(self, *arguments: Any) -> Any:
         problem, t, backend = self.unpacked(arguments)
@@ -109,33 +105,31 @@ class Operator:
 
 RESULTS = ("o", "final_state", "h")
 WRITTEN = ("state_pool", "out", "final_state")
-FORWARD = Operator("kda_forward", CHUNK_FAMILY, INPUTS, RESULTS)
+FORWARD = Operator("kda_forward", ChunkProblem, INPUTS, RESULTS)
 FORWARD_OUT = Operator(
     "kda_forward_out",
-    CHUNK_FAMILY,
+    ChunkProblem,
     (*INPUTS, *POOL, *CHECKPOINTS, "out", "final_state"),
     RESULTS,
     writes=(*WRITTEN, "checkpoint_states"),
 )
-STEP_FORWARD = Operator("kda_step", STEP_FAMILY, INPUTS[:-1], RESULTS[:-1])
+STEP_FORWARD = Operator("kda_step", StepProblem, INPUTS[:-1], RESULTS[:-1])
 STEP_OUT, VERIFY = (
-    Operator(name, STEP_FAMILY, (*INPUTS[:-1], *POOL, *SPECULATIVE, "out", "final_state"), RESULTS[:-1], writes=writes)
+    Operator(name, StepProblem, (*INPUTS[:-1], *POOL, *SPECULATIVE, "out", "final_state"), RESULTS[:-1], writes=writes)
     for name, writes in (("kda_step_out", WRITTEN), ("kda_verify", ("out", "intermediate_states")))
 )
 COMMIT_ROLES = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
-COMMIT_STATES = Operator("kda_commit", COMMIT_FAMILY, COMMIT_ROLES, (), writes=("state_pool",))
+COMMIT_STATES = Operator("kda_commit", CommitProblem, COMMIT_ROLES, (), writes=("state_pool",))
 COMMIT_RECORDS = Operator(
-    "kda_commit_records", COMMIT_FAMILY, COMMIT_ROLES, (), writes=("state_pool", "intermediate_states")
+    "kda_commit_records", CommitProblem, COMMIT_ROLES, (), writes=("state_pool", "intermediate_states")
 )
 WY_ROLES = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
-WY_FAMILY = Family(families.WyProblem, families.WyTensors)
-BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY_FAMILY, WY_ROLES, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
-NORM_FAMILY = Family(families.NormProblem, families.NormTensors)
-NORM = Operator("gated_rms_norm", NORM_FAMILY, LAYER_INPUTS["gated_rms_norm"], ("o",))
-CONVOLUTION = Operator("short_convolution", CONVOLUTION_FAMILY, LAYER_INPUTS["short_convolution"], ("o", "final_state"))
+BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WyProblem, WY_ROLES, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
+NORM = Operator("gated_rms_norm", NormProblem, LAYER_INPUTS["gated_rms_norm"], ("o",))
+CONVOLUTION = Operator("short_convolution", ConvolutionProblem, LAYER_INPUTS["short_convolution"], ("o", "final_state"))
 CONVOLUTION_OUT = Operator(
     "short_convolution_out",
-    CONVOLUTION_FAMILY,
+    ConvolutionProblem,
     (*LAYER_INPUTS["short_convolution"], *POOL, *CHECKPOINTS, "out", "final_state"),
     ("o", "final_state"),
     writes=(*WRITTEN, "checkpoint_states"),
@@ -145,7 +139,7 @@ FUSED_ROLES = (
     *("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices", "out"),
 )
 FUSED_DECODE, FUSED_VERIFY = (
-    Operator(name, FUSED_FAMILY, FUSED_ROLES, ("o",), writes=("conv_state", own, "out"))
+    Operator(name, FusedProblem, FUSED_ROLES, ("o",), writes=("conv_state", own, "out"))
     for name, own in (("fused_kda_decode", "state_pool"), ("fused_kda_verify", "intermediate_states"))
 )
 
@@ -154,15 +148,15 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
     """The one that declares what the call writes."""
     given = t.present()
     writes = any(role in given for role in (*WRITTEN, "checkpoint_states", "source_pool"))
-    if isinstance(problem, families.CommitProblem):
+    if isinstance(problem, CommitProblem):
         return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
-    if isinstance(t, families.FusedTensors):
-        return FUSED_DECODE if t.intermediate_states is None else FUSED_VERIFY
-    if isinstance(problem, families.StepProblem):
+    if isinstance(problem, FusedProblem):
+        return FUSED_DECODE if "intermediate_states" not in given else FUSED_VERIFY
+    if isinstance(problem, StepProblem):
         return VERIFY if not problem.update_state else STEP_OUT if writes else STEP_FORWARD
-    if isinstance(problem, families.ChunkProblem):
+    if isinstance(problem, ChunkProblem):
         return BACKWARD_WY if problem.operation == "wy" else FORWARD_OUT if writes else FORWARD
-    if isinstance(problem, families.NormProblem):
+    if isinstance(problem, NormProblem):
         return NORM
     return CONVOLUTION_OUT if writes else CONVOLUTION
 
@@ -170,7 +164,7 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
 def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
     """The results by name."""
     if problem.operation == "prefill":
-        assert isinstance(problem, families.ChunkProblem) and isinstance(t, families.ChunkTensors)
+        assert isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors)
         shape = (problem.B // problem.heads, problem.heads)
         rows = [x.unflatten(0, shape).squeeze(3) for x in (t.q, t.k, t.v, t.g, t.beta)]
         options = dict(scale=problem.scale, gate=problem.gate, precision=problem.precision, backend=backend)
