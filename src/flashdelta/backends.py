@@ -57,13 +57,10 @@ class Backend:
         """Why this backend can't run the call, or None if it can."""
         raise NotImplementedError
 
-    def _gate_obstacle(self, problem: Problem) -> str | None:
+    def _common_obstacle(self, problem: Problem) -> str | None:
+        """The obstacle for kernels that know some gates, and merge the states of other ranks in one piece."""
         if isinstance(problem, AttentionProblem) and problem.gate not in self.gates:
             return f"gate {problem.gate!r}; it knows {', '.join(self.gates)}"
-        return None
-
-    def _ranks_obstacle(self, problem: Problem) -> str | None:
-        """The obstacle for kernels that merge the states of other ranks in one piece."""
         if isinstance(problem, ChunkProblem) and problem.ranks > 1 and problem.K > 128:
             return f"K = {problem.K} over several ranks; it takes up to 128 there"
         return None
@@ -142,12 +139,7 @@ class HopperBackend(Backend):
     """The most of the workspace: TMA coordinates are 32-bit."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        return (
-            self._device_obstacle(device)
-            or self._gate_obstacle(problem)
-            or self._ranks_obstacle(problem)
-            or self._problem_obstacle(problem)
-        )
+        return self._device_obstacle(device) or self._common_obstacle(problem) or self._problem_obstacle(problem)
 
     def _device_obstacle(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -277,7 +269,7 @@ class TritonBackend(Backend):
                 return other_vendor() or "no NVIDIA GPU on this machine"
             if capability < self.MIN_CAPABILITY:
                 return f"compute capability {capability}; it needs {self.MIN_CAPABILITY} or newer"
-        if obstacle := self._gate_obstacle(problem) or self._ranks_obstacle(problem):
+        if obstacle := self._common_obstacle(problem):
             return obstacle
         if problem.dtype == torch.float64:
             return "float64; it takes bfloat16, float16 and float32"

@@ -240,14 +240,9 @@ class Arguments:
         for a, b in ((name, other), (other, name)):
             rule(a, getattr(self, a) is not None or getattr(self, b) is None, f"a tensor with {b}", None)
 
-    def refuse_gradients(self, why: str) -> None:
-        """Refuses tensors that require grad, for calls that have no gradients."""
-        for name, x in self.tensors.items():
-            if torch.is_grad_enabled() and x.requires_grad:
-                raise wrong(name, "a tensor that requires grad", f"without gradients, or under torch.no_grad() ({why})")
-
-    def requires_grad(self) -> bool:
-        return torch.is_grad_enabled() and any([x.requires_grad for x in self.tensors.values()])
+    def with_gradients(self) -> list[str]:
+        """Names of tensors that require grad."""
+        return [name for name, x in self.tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
 
     def made(self, family: type[Problem], **settings: Any) -> Made:
         """The problem, and the tensors by role. An option that has the name of a setting sets it, unless `settings` do."""

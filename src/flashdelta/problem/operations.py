@@ -299,10 +299,11 @@ def check_taps(c: Arguments) -> None:
 def check_gradients(c: Arguments, no_gradients: str | None) -> None:
     """Refuses gradients of an operation that has none, for the reason given, or of a call that writes tensors of the
     caller's."""
-    if no_gradients is not None:
-        c.refuse_gradients(no_gradients)
-    if not c.requires_grad():
+    required = c.with_gradients()
+    if not required:
         return
+    without = f"without gradients, or under torch.no_grad() ({no_gradients})"
+    rule(required[0], no_gradients is None, without, "a tensor that requires grad")
     for name in ("state_pool", "final_state", "checkpoint_states", "out"):
         unwritten = "None where an input requires grad, or under torch.no_grad() (it is written in place)"
         rule(name, getattr(c, name, None) is None, unwritten, "a tensor")
@@ -372,7 +373,7 @@ def validate_recurrent(c: Arguments) -> Made:
     check_sequence_tensors(c)
     settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
     settings["output_final_state"] = c.output_final_state or c.final_state is not None
-    if c.requires_grad():  # only the chunked kernels have gradients
+    if c.with_gradients():  # only the chunked kernels have gradients
         return c.made(ChunkProblem, operation="chunk", **settings)
     return c.made(StepProblem, operation="recurrent", **settings)
 

@@ -37,22 +37,13 @@ from ..problem.problem import (
 )
 from .autograd import refuse_second
 
-POOL = ("state_pool", "state_indices", "has_initial_state")
-CHECKPOINTS = ("checkpoint_offsets", "checkpoint_indices", "checkpoint_states")
-SPECULATIVE = ("num_accepted_tokens", "source_pool", "source_indices", "intermediate_states", "intermediate_indices")
+Roles = tuple[str, ...]
 
 
 class Operator:
     """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes."""
 
-    def __init__(
-        self,
-        name: str,
-        family: type[Problem],
-        roles: tuple[str, ...],
-        results: tuple[str, ...],
-        writes: tuple[str, ...] = (),
-    ):
+    def __init__(self, name: str, family: type[Problem], roles: Roles, results: Roles, writes: Roles = ()):
         self.name, self.family, self.roles, self.results, self.writes = name, family, roles, results, writes
         settings, required = settings_of(family), required_roles(FAMILIES[family])
         self.settings = tuple(settings)
@@ -104,42 +95,38 @@ class Operator:
 
 
 RESULTS = ("o", "final_state", "h")
-WRITTEN = ("state_pool", "out", "final_state")
+POOL = ("state_pool", "state_indices", "has_initial_state")
+CHECKPOINTS = ("checkpoint_offsets", "checkpoint_indices", "checkpoint_states")
+SPECULATIVE = ("num_accepted_tokens", "source_pool", "source_indices", "intermediate_states", "intermediate_indices")
+GIVEN = ("out", "final_state")
+WRITTEN = ("state_pool", *GIVEN)
+NORM_ROLES, CONVOLUTION_ROLES = LAYER_INPUTS["gated_rms_norm"], LAYER_INPUTS["short_convolution"]
+COMMIT_ROLES = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
+WY_ROLES = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
+FUSED_ROLES = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "weight", "bias", "z", "norm_weight", "conv_state"),
+    *(*COMMIT_ROLES, "out"),
+)
 FORWARD = Operator("kda_forward", ChunkProblem, INPUTS, RESULTS)
-FORWARD_OUT = Operator(
-    "kda_forward_out",
-    ChunkProblem,
-    (*INPUTS, *POOL, *CHECKPOINTS, "out", "final_state"),
-    RESULTS,
-    writes=(*WRITTEN, "checkpoint_states"),
+FORWARD_OUT, CONVOLUTION_OUT = (
+    Operator(f"{name}_out", family, (*roles, *POOL, *CHECKPOINTS, *GIVEN), results, (*WRITTEN, "checkpoint_states"))
+    for name, family, roles, results in (
+        ("kda_forward", ChunkProblem, INPUTS, RESULTS),
+        ("short_convolution", ConvolutionProblem, CONVOLUTION_ROLES, RESULTS[:-1]),
+    )
 )
 STEP_FORWARD = Operator("kda_step", StepProblem, INPUTS[:-1], RESULTS[:-1])
 STEP_OUT, VERIFY = (
-    Operator(name, StepProblem, (*INPUTS[:-1], *POOL, *SPECULATIVE, "out", "final_state"), RESULTS[:-1], writes=writes)
+    Operator(name, StepProblem, (*INPUTS[:-1], *POOL, *SPECULATIVE, *GIVEN), RESULTS[:-1], writes)
     for name, writes in (("kda_step_out", WRITTEN), ("kda_verify", ("out", "intermediate_states")))
 )
-COMMIT_ROLES = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
-COMMIT_STATES = Operator("kda_commit", CommitProblem, COMMIT_ROLES, (), writes=("state_pool",))
-COMMIT_RECORDS = Operator(
-    "kda_commit_records", CommitProblem, COMMIT_ROLES, (), writes=("state_pool", "intermediate_states")
-)
-WY_ROLES = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
+COMMIT_STATES = Operator("kda_commit", CommitProblem, COMMIT_ROLES, (), ("state_pool",))
+COMMIT_RECORDS = Operator("kda_commit_records", CommitProblem, COMMIT_ROLES, (), ("state_pool", "intermediate_states"))
 BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WyProblem, WY_ROLES, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
-NORM = Operator("gated_rms_norm", NormProblem, LAYER_INPUTS["gated_rms_norm"], ("o",))
-CONVOLUTION = Operator("short_convolution", ConvolutionProblem, LAYER_INPUTS["short_convolution"], ("o", "final_state"))
-CONVOLUTION_OUT = Operator(
-    "short_convolution_out",
-    ConvolutionProblem,
-    (*LAYER_INPUTS["short_convolution"], *POOL, *CHECKPOINTS, "out", "final_state"),
-    ("o", "final_state"),
-    writes=(*WRITTEN, "checkpoint_states"),
-)
-FUSED_ROLES = (
-    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "weight", "bias", "z", "norm_weight", "conv_state"),
-    *("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices", "out"),
-)
+NORM = Operator("gated_rms_norm", NormProblem, NORM_ROLES, ("o",))
+CONVOLUTION = Operator("short_convolution", ConvolutionProblem, CONVOLUTION_ROLES, RESULTS[:-1])
 FUSED_DECODE, FUSED_VERIFY = (
-    Operator(name, FusedProblem, FUSED_ROLES, ("o",), writes=("conv_state", own, "out"))
+    Operator(name, FusedProblem, FUSED_ROLES, ("o",), ("conv_state", own, "out"))
     for name, own in (("fused_kda_decode", "state_pool"), ("fused_kda_verify", "intermediate_states"))
 )
 
@@ -224,11 +211,7 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 GRADIENTS = {
-    forward.name: Gradients(name, forward)
-    for name, forward in (
-        ("kda_backward", FORWARD),
-        ("gated_rms_norm_backward", NORM),
-        ("short_convolution_backward", CONVOLUTION),
-    )
+    forward.name: Gradients(f"{forward.name.removesuffix('_forward')}_backward", forward)
+    for forward in (FORWARD, NORM, CONVOLUTION)
 }
 """Gradients by the name of the operator."""
