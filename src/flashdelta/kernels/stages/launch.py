@@ -67,6 +67,8 @@ class Config:
     STREAM: bool = False
 
 
+SMALL = Config(num_warps=4)
+
 FIELDS = {
     **dict(C="chunk_size", GATE="gate", BETA="beta_kind", L2NORM="l2norm", SAFE="safe_gate", V_FIRST="state_v_first"),
     **dict(GROUP="group", W="taps", L="state_length", chunk_slots="slots", lowest="lowest_index"),
@@ -127,6 +129,21 @@ def bind(
         else:
             arguments.append(int(x) if x is True or x is False else x)
     return tuple(arguments), constants
+
+
+def launch(
+    kernel: JITFunction,
+    ctas: int,
+    problem: Problem,
+    t: Tensors,
+    own: Mapping[str, object],
+    config: Any = SMALL,
+    overlaps: bool = False,
+) -> Launch:
+    """A launch with the arguments that `bind` finds, of which `config` has those that `own` has not. Kernels ask by `OVERLAP`
+    whether it overlaps the one before."""
+    bound = bind(kernel, problem, t, {**vars(config), "OVERLAP": overlaps, **own})
+    return Launch(kernel, ctas, *bound, config.num_warps, getattr(config, "max_registers", None), overlaps)
 
 
 DENSE = (

@@ -35,7 +35,7 @@ from ..shared.scalars import SCALARS
 from ..shared.sequences import end_of_few, own_work_tile
 from ..shared.states import everywhere, last_accepted, named_slot, placed, start_slot, state_offsets, target_slot
 from ..stages.fused_decode import fused_arguments
-from ..stages.launch import bind
+from ..stages.launch import launch
 from .decode import factors, load_tile, record, step, store_tile
 
 
@@ -359,12 +359,10 @@ def fused_config(problem: FusedProblem, arch: int) -> FusedConfig:
 
 
 def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch]:
-    c, overlaps = fused_config(problem, arch), arch >= 90
     own = dict(
         **fused_arguments(problem, t, outputs["o"]),
         SINGLE=problem.T == 1 and not problem.packed,
         EACH=3 if problem.has_records else int(problem.stores_each_state),
-        **dict(vars(c), OVERLAP=overlaps),
     )
-    bound = bind(fused_decode_kernel, problem, t, own)
-    return [Launch(fused_decode_kernel, problem.N * problem.H, *bound, c.num_warps, c.max_registers, overlaps)]
+    c = fused_config(problem, arch)
+    return [launch(fused_decode_kernel, problem.N * problem.H, problem, t, own, c, overlaps=arch >= 90)]

@@ -48,7 +48,7 @@ from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets
 from ..stages.decode import decode_states, step_arguments
-from ..stages.launch import bind
+from ..stages.launch import launch
 from .sub_chunks import pair_mask
 
 
@@ -352,15 +352,14 @@ def verify_config(problem: StepProblem) -> VerifyConfig:
 
 def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Speculative tokens into a replay buffer."""
-    c, overlaps = verify_config(problem), arch >= 90
+    c = verify_config(problem)
     states = decode_states(problem, t, None)
     tokens = 8 if problem.most_tokens <= 8 else 16
     own = dict(
         **step_arguments(problem, t, states, outputs["o"]),
         **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
-        **dict(vars(c), SPLIT=max(1, min(c.num_warps, problem.K // 16)), OVERLAP=overlaps),
+        SPLIT=max(1, min(c.num_warps, problem.K // 16)),
         MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
     )
     ctas = problem.N * problem.HV * (problem.V // c.BV)
-    bound = bind(verify_kernel, problem, t, own)
-    return [Launch(verify_kernel, ctas, *bound, c.num_warps, max_registers=c.max_registers, overlaps=overlaps)]
+    return [launch(verify_kernel, ctas, problem, t, own, c, overlaps=arch >= 90)]
