@@ -196,12 +196,7 @@ class KdaLanguageModel(nn.Module):
 
     @torch.no_grad()
     def steps(
-        self,
-        logits: Tensor,
-        caches: Caches,
-        *,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
+        self, logits: Tensor, caches: Caches, *, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Writes on, one token per step, without end.
 
@@ -228,12 +223,7 @@ class KdaLanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self,
-        prompt: Tensor,
-        tokens: int,
-        *,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
+        self, prompt: Tensor, tokens: int, *, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
         """Continues every prompt `[B, T]` by `tokens` tokens: the continuation, `[B, tokens]`. Else as `steps`."""
         check_int("tokens", tokens)
