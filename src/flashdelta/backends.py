@@ -6,9 +6,9 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,26 +23,17 @@ from .problem.problem import (
     Problem,
     StepProblem,
     Tensors,
-    Written,
     WyProblem,
 )
 from .problem.split import planned_parts
 
+if TYPE_CHECKING:  # kernels must not be imported before a call needs them
+    from .program.plan import Plan
+    from .reference import Computation
+
+    Executable = Plan | Computation
+
 T = TypeVar("T")
-
-
-class Executable(Protocol):
-    """`program.plan.Plan`, or what stands for one where nothing is launched; a protocol, since kernels must not be imported
-    before a call needs them."""
-
-    lasting: bool
-    """Whether it runs other calls like its own, too."""
-
-    def locate(
-        self, t: Tensors, tensors: Sequence[Tensor | None], places: Sequence[int], written: Written | None = None
-    ) -> None: ...
-
-    def execute(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]: ...
 
 
 class Backend:

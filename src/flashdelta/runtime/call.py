@@ -22,7 +22,7 @@ from ..problem.split import known_lengths
 from ..program.cache import Entry, Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
 
-CACHE: LaunchCache[Any] = LaunchCache()
+CACHE = LaunchCache()
 
 CALLS: dict[Callable[..., Any], Dispatcher] = {}
 """Dispatchers by public function."""

@@ -58,13 +58,17 @@ class StageCall:
 @dataclass(frozen=True)
 class Config:
     """The options of a launch, under the kernels' names: `BK` and `BV` are the key and value channels that a CTA holds at a
-    time, `STAGES` the slices or chunks in flight; `STREAM`: states need not stay in the L2 cache."""
+    time, `TILE` of them, or so many `TILES`, in registers; `STAGES` the slices or chunks in flight; `STREAM`: states need not
+    stay in the L2 cache. `max_registers`: of a thread, so that more CTAs fit on an SM."""
 
     num_warps: int
     BK: int = 0
     BV: int = 0
     STAGES: int = 1
     STREAM: bool = False
+    TILE: int = 0
+    TILES: int = 0
+    max_registers: int | None = None
 
 
 SMALL = Config(num_warps=4)
