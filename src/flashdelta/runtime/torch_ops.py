@@ -7,7 +7,7 @@ other programs call by its name, takes the caller's own arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,14 @@ from .autograd import refuse_second
 Roles = tuple[str, ...]
 
 
+def registered(name: str, schema: str, implement: Callable[..., Any], pretend: Callable[..., Any]) -> Any:
+    """`torch.ops.flashdelta.<name>`, as it is made. `pretend`: makes results without data."""
+    torch.library.define(f"flashdelta::{name}", schema)
+    torch.library.impl(f"flashdelta::{name}", "default")(implement)
+    torch.library.register_fake(f"flashdelta::{name}")(pretend)
+    return getattr(torch.ops.flashdelta, name)
+
+
 class Operator:
     """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes."""
 
@@ -55,11 +63,7 @@ class Operator:
         tensors = ", ".join(f"{kinds.get(role, 'Tensor')}{'' if role in required else '?'} {role}" for role in roles)
         self.schema = ", ".join([tensors, *types, "str backend"])
         returns = ", ".join(f"Tensor {result}" for result in results)
-        qualified = f"flashdelta::{name}"
-        torch.library.define(qualified, f"({self.schema}) -> ({returns})")
-        torch.library.impl(qualified, "default")(self.implement)
-        torch.library.register_fake(qualified)(self.pretend)
-        self.call = getattr(torch.ops.flashdelta, name)
+        self.call = registered(name, f"({self.schema}) -> ({returns})", self.implement, self.pretend)
 
     def arguments(self, problem: Problem, t: Tensors, backend: str) -> tuple:
         tensors = (getattr(t, role) for role in self.roles)
@@ -176,13 +180,9 @@ class Gradients:
         self.roles = tuple(role for role in forward.roles if role not in ("cu_seqlens", "border"))
         incoming = ", ".join(("Tensor grad_o", "Tensor grad_final")[: self.incoming])
         returns = ", ".join(f"Tensor d{role}" for role in self.roles)
-        qualified = f"flashdelta::{name}"
-        torch.library.define(qualified, f"({incoming}, {forward.schema}) -> ({returns})")
-        torch.library.impl(qualified, "default")(self.implement)
-        torch.library.register_fake(qualified)(self.pretend)
-        self.call = getattr(torch.ops.flashdelta, name)
+        self.call = registered(name, f"({incoming}, {forward.schema}) -> ({returns})", self.implement, self.pretend)
         torch.library.register_autograd(f"flashdelta::{forward.name}", self.differentiate, setup_context=_save_inputs)
-        torch.library.register_autograd(qualified, refuse_second)
+        torch.library.register_autograd(f"flashdelta::{name}", refuse_second)
 
     def implement(self, *arguments: Any) -> tuple[Tensor, ...]:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])

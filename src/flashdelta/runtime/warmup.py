@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..problem.errors import mistyped, wrong
+from ..problem.errors import mistyped, rule
 from ..problem.operations import INTERVAL_UNIT
 from ..problem.problem import PARAMETRIC_GATES, GateName, record_width
 from .call import CALLS, check, public_call
@@ -99,7 +99,9 @@ def warmup(
         ValueError, TypeError: as `op` itself would; no values for an argument to take; or a device that is not there (on a
             machine without a GPU, where nothing can be compiled, the default).
     """
-    kind = _kind(op)
+    kind: str = public_call(op).operation.name
+    wanted = "chunk_kda, fused_recurrent_kda, recurrent_kda or fused_kda_decode"
+    rule("op", kind in ("chunk", "recurrent", *DRAFTED), wanted, op.__name__)
     device = find_device(device)
     dtypes = {
         "dtype": dtype,
@@ -140,7 +142,8 @@ def warmup(
         for call in calls.of_sizes(K, V, is_packed, buffer, **way):
             _compile(op, call | options, device)
             if kind == "decode" and "intermediate_states" in call:
-                _compile(_commit(), calls.commit(call) | {"state_v_first": state_v_first, "backend": backend}, device)
+                commit = next(function for function, call in CALLS.items() if call.kind == "commit")
+                _compile(commit, calls.commit(call) | {"state_v_first": state_v_first, "backend": backend}, device)
     return len(kinds)
 
 
@@ -155,18 +158,6 @@ def _compile(op: Callable, call: dict[str, Any], device: torch.device) -> None:
             plan: Any = backend.build(problem, t)
             for launch in plan.launches:
                 launch.compile()
-
-
-def _commit() -> Callable:
-    return next(function for function, call in CALLS.items() if call.operation.name == "commit")
-
-
-def _kind(op: Callable) -> str:
-    kind: str = public_call(op).operation.name
-    if kind not in ("chunk", "recurrent", *DRAFTED):
-        wanted = "chunk_kda, fused_recurrent_kda, recurrent_kda or fused_kda_decode"
-        raise wrong("op", op.__name__, wanted)
-    return kind
 
 
 def _values(fits: Callable[[Any], bool], wanted: str) -> Callable[[str, Any], list]:

@@ -527,22 +527,20 @@ MOST_AT_ONCE = 256
 """Tokens of a group, if one tile has all tokens."""
 
 
-def convolution_config(
-    problem: ConvolutionProblem, device: torch.device, backward: bool = False, threads: ThreadConfig | None = None
-) -> ConvolutionConfig:
+def convolution_config(problem: ConvolutionProblem, device: torch.device, backward: bool = False) -> ConvolutionConfig:
     """Chooses sizes. Tiles of the backward pass are as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group
     at most."""
     whole = triton.next_power_of_2(problem.D)
     if not backward:
-        threads = threads or FORWARD
+        threads = FORWARD
         BD = max(32, min(threads.warps * threads.channels(problem), whole))
         warps = max(1, BD // threads.channels(problem))
         return ConvolutionConfig(threads.ahead, BD, warps, threads.ahead, threads.max_registers)
     stated = problem.has_initial_state or problem.output_final_state
-    single = one_tile(problem, device, threads or (BACKWARD if stated else SINGLE_TILE))
+    single = one_tile(problem, device, BACKWARD if stated else SINGLE_TILE)
     if single is not None:
         return single
-    threads = threads or BACKWARD
+    threads = BACKWARD
     wave, tokens = sm_count(device) * threads.ctas, problem.B * problem.T
     narrowest = NARROWEST // problem.dtype.itemsize
     BD = max(narrowest, min(4 * narrowest, whole))

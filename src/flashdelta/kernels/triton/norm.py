@@ -155,8 +155,8 @@ class ThreadConfig:
 FORWARD, BACKWARD = ThreadConfig(2048, 8), ThreadConfig(2048, 4, 3)
 
 
-def norm_config(problem: NormProblem, backward: bool = False, threads: ThreadConfig | None = None) -> NormConfig:
-    threads = threads or (BACKWARD if backward else FORWARD)
+def norm_config(problem: NormProblem, backward: bool = False) -> NormConfig:
+    threads = BACKWARD if backward else FORWARD
     BV = max(16, triton.next_power_of_2(problem.V))
     return NormConfig(BV, max(1, threads.elements // BV), max(threads.warps, min(BV // 256, 16)), threads.ctas)
 
