@@ -118,8 +118,7 @@ def warmup(
             raise mistyped(name, x, "a torch.dtype")
     gated = gate in PARAMETRIC_GATES
     calls = Calls(kind, dtypes, state_v_first, A_log=gated, dt_bias=gated and dt_bias, taps=conv_size)
-    flags = _values(_is_flag, "the values it may take, such as (False, True)")
-    pairs = _values(_is_pair, "pairs (K, V), such as [(128, 128)]")("head_dims", head_dims)
+    pairs = _values("head_dims", head_dims, _is_pair, "pairs (K, V), such as [(128, 128)]")
     own = [*itertools.product(flags("initial_state", initial_state), flags("output_final_state", output_final_state))]
     given = flags("final_state", final_state)  # which matters only where a final state is asked for
     plain = [(*x, is_given) for x in own for is_given in (given if x[1] else [False])]
@@ -160,20 +159,16 @@ def _compile(op: Callable, call: dict[str, Any], device: torch.device) -> None:
                 launch.compile()
 
 
-def _values(fits: Callable[[Any], bool], wanted: str) -> Callable[[str, Any], list]:
-    """Returns a function that lists the values of an argument, all of which must fit."""
-
-    def values(name: str, given: Any) -> list:
-        found = list(given) if isinstance(given, Iterable) else []
-        if not found or not all(map(fits, found)):
-            raise mistyped(name, given, wanted)
-        return found
-
-    return values
+def _values(name: str, given: Any, fits: Callable[[Any], bool], wanted: str) -> list:
+    """Lists the values of an argument, all of which must fit."""
+    found = list(given) if isinstance(given, Iterable) else []
+    if not found or not all(map(fits, found)):
+        raise mistyped(name, given, wanted)
+    return found
 
 
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)
+def flags(name: str, given: Any) -> list:
+    return _values(name, given, lambda x: isinstance(x, bool), "the values it may take, such as (False, True)")
 
 
 def _is_pair(x: Any) -> bool:

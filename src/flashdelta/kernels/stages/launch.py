@@ -210,9 +210,6 @@ def layout(problem: ChunkProblem, segments: int = 0) -> dict[str, tuple[tuple[in
     return {**tiles, "decay": ((S, HV, K), torch.float32), **segment_layout(problem, segments)}
 
 
-TILES = ("w", "qg", "kg", "Akk_inv", "Aqk", "decay")
-
-
 def chunks(problem: ChunkProblem) -> int:
     """Chunk slots of all heads."""
     return problem.B * problem.slots * problem.HV if problem.N > 0 else 0
