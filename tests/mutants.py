@@ -155,7 +155,7 @@ MUTANTS: list[Row] = [
      "unit/test_bad_input.py"),
     ("problem/arguments.py", "getattr(self, name) is None or getattr(self, other) is None", "True",
      "unit/test_bad_input.py"),
-    ("problem/operations.py", "if not c.requires_grad():", "if True:", "unit/test_bad_input.py"),
+    ("problem/operations.py", "if not required:", "if True:", "unit/test_bad_input.py"),
     ("problem/operations.py", "LOWEST_BOUND <= value < 0", "LOWEST_BOUND <= value <= 0",
      "unit/test_bad_input.py"),
     ("problem/operations.py", 'c.exclusive("state_pool", "initial_state")', "pass", "unit/test_bad_input.py"),

@@ -6,9 +6,9 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,26 +23,17 @@ from .problem.problem import (
     Problem,
     StepProblem,
     Tensors,
-    Written,
     WyProblem,
 )
 from .problem.split import planned_parts
 
+if TYPE_CHECKING:  # kernels must not be imported before a call needs them
+    from .program.plan import Plan
+    from .reference import Computation
+
+    Executable = Plan | Computation
+
 T = TypeVar("T")
-
-
-class Executable(Protocol):
-    """`program.plan.Plan`, or what stands for one where nothing is launched; a protocol, since kernels must not be imported
-    before a call needs them."""
-
-    lasting: bool
-    """Whether it runs other calls like its own, too."""
-
-    def locate(
-        self, t: Tensors, tensors: Sequence[Tensor | None], places: Sequence[int], written: Written | None = None
-    ) -> None: ...
-
-    def execute(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]: ...
 
 
 class Backend:
@@ -57,13 +48,10 @@ class Backend:
         """Why this backend can't run the call, or None if it can."""
         raise NotImplementedError
 
-    def _gate_obstacle(self, problem: Problem) -> str | None:
+    def _common_obstacle(self, problem: Problem) -> str | None:
+        """The obstacle for kernels that know some gates, and merge the states of other ranks in one piece."""
         if isinstance(problem, AttentionProblem) and problem.gate not in self.gates:
             return f"gate {problem.gate!r}; it knows {', '.join(self.gates)}"
-        return None
-
-    def _ranks_obstacle(self, problem: Problem) -> str | None:
-        """The obstacle for kernels that merge the states of other ranks in one piece."""
         if isinstance(problem, ChunkProblem) and problem.ranks > 1 and problem.K > 128:
             return f"K = {problem.K} over several ranks; it takes up to 128 there"
         return None
@@ -142,12 +130,7 @@ class HopperBackend(Backend):
     """The most of the workspace: TMA coordinates are 32-bit."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        return (
-            self._device_obstacle(device)
-            or self._gate_obstacle(problem)
-            or self._ranks_obstacle(problem)
-            or self._problem_obstacle(problem)
-        )
+        return self._device_obstacle(device) or self._common_obstacle(problem) or self._problem_obstacle(problem)
 
     def _device_obstacle(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -277,7 +260,7 @@ class TritonBackend(Backend):
                 return other_vendor() or "no NVIDIA GPU on this machine"
             if capability < self.MIN_CAPABILITY:
                 return f"compute capability {capability}; it needs {self.MIN_CAPABILITY} or newer"
-        if obstacle := self._gate_obstacle(problem) or self._ranks_obstacle(problem):
+        if obstacle := self._common_obstacle(problem):
             return obstacle
         if problem.dtype == torch.float64:
             return "float64; it takes bfloat16, float16 and float32"

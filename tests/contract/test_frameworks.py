@@ -46,6 +46,6 @@ def test_calls_of_automodel_fit(module: str, wheels: dict[str, Path]):
     passed |= {*re.findall(r"kernel_options\[\"(\w+)\"\] =", options)} | {
         *re.findall(r"\"(\w+)\": (?:True|bool|self)", options)
     }
-    known = _fla.CHUNK.taken | _fla.CHUNK.ignored | _fla.CHUNK.renamed.keys()
+    known = _fla.CHUNK.taken | _fla.CHUNK.ignored | _fla.OLD_NAMES.keys()
     assert {"q", "k", "v", "g", "beta", "cu_seqlens"} <= passed
     assert passed & set(_fla.CHUNK.parameters or known) <= known

@@ -334,7 +334,7 @@ def test_transformers_stands_where_fla_does(monkeypatch: pytest.MonkeyPatch):
     assert "import flashdelta.integrations.fla" in found().removeprefix("possible: ")
     monkeypatch.setattr(_fla, "is_installed", lambda: False)
     assert "not installed: pip install flash-linear-attention" in found().removeprefix("off: ")
-    monkeypatch.setitem(packing.FORWARDS, packing.KIMI, "another")
+    monkeypatch.setitem(packing.MODELS, packing.KIMI, (packing.MODELS[packing.KIMI][0], "another"))
     assert found().startswith("unknown version") and found().endswith("KimiLinearModel.forward")
 
 

@@ -18,7 +18,7 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.kernels.triton import build  # noqa: F401  decorated here, as tests set TRITON_INTERPRET
 from flashdelta.problem import device_checks
-from flashdelta.problem.problem import Tensors, inputs_of
+from flashdelta.problem.problem import inputs_of
 from flashdelta.runtime import call as runtime
 from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
@@ -382,7 +382,7 @@ def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: runt
     if call.operation.no_gradients is not None:
         pytest.skip(call.operation.no_gradients)
     named = SimpleNamespace(operation=call.kind)
-    replayed = Differentiable(named, Tensors, None, runtime.CACHE, call.tensors, True)
+    replayed = Differentiable(named, None, runtime.CACHE, call.tensors, True)
     assert [call.tensors[i] for i in replayed.places] == [*replayed.inputs]
     own = inputs_of(call.kind)
     assert {*replayed.inputs} >= {*(INPUTS if own is inputs_of("chunk") else own)}

@@ -51,21 +51,16 @@ class Unfit(ValueError):
 class Adapter:
     """Translation of calls of a function of FLA's into calls of ours.
 
-    `taken`: FLA's arguments that ours has, by its names. `renamed`: the same under another name. `ignored`: what only FLA's
-    kernels need. `constant`: what only ours needs. An argument that is None counts as left out, and one that is in none of
-    these leaves the call to FLA.
+    `taken`: FLA's arguments that ours has, by its names or by `OLD_NAMES`. `ignored`: what only FLA's kernels need. `constant`:
+    what only ours needs. An argument that is None counts as left out, and one that is in none of these leaves the call to FLA.
     """
 
     op: Callable[..., Any]
     taken: frozenset[str]
     ignored: frozenset[str] = frozenset()
-    renamed: Mapping[str, str] = field(default_factory=dict)
     constant: Mapping[str, Any] = field(default_factory=dict)
     refusal: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None] = lambda call, given: None
     """Says why FLA keeps a call, from our arguments and FLA's."""
-
-    defaults: Mapping[str, set[str]] = field(default_factory=dict)
-    """Defaults of FLA's, as printed, that are neither None nor False and mean the same here."""
 
     parameters: tuple[str, ...] = ()
     """Names of FLA's parameters, in its order, as installed."""
@@ -77,8 +72,8 @@ class Adapter:
         if missing := REQUIRED - named.keys():
             return f"{function.__name__} lacks {', '.join(sorted(missing))}"
         left_out = {repr(x) for x in (None, False, inspect.Parameter.empty)}
-        unknown = named.keys() - self.taken - self.ignored - self.renamed.keys() - UNTAKEN
-        other = {name for name, x in named.items() if repr(x) not in self.defaults.get(name, left_out)}
+        unknown = named.keys() - self.taken - self.ignored - OLD_NAMES.keys() - UNTAKEN
+        other = {name for name, x in named.items() if repr(x) not in DEFAULTS.get(name, left_out)}
         if unknown or other:
             found = (f"{name}={named[name]!r}" if name in other else name for name in sorted(unknown | other))
             return f"{function.__name__} has parameters {', '.join(found)}"
@@ -100,7 +95,7 @@ class Adapter:
         for name, x in given.items():
             if x is None or name in self.ignored:
                 continue
-            ours = name if name in self.taken else self.renamed.get(name)
+            ours = name if name in self.taken else OLD_NAMES.get(name)
             if ours is None or ours in call:
                 raise Unfit(f"{name}: flashdelta.{self.op.__name__} has no such argument")
             call[ours] = x
@@ -166,6 +161,9 @@ REQUIRED = words("q k v g beta scale cu_seqlens")
 COMMON = """q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel
     use_beta_sigmoid_in_kernel allow_neg_eigval lower_bound state_v_first cu_seqlens A_log dt_bias"""
 OLD_NAMES = {"transpose_state_layout": "state_v_first"}
+DEFAULTS = {"chunk_size": {"64"}, "inplace_final_state": {"True"}}
+"""Defaults of FLA's, as printed, that are neither None nor False and mean the same here."""
+
 UNTAKEN = words("cp_context ssm_state_indices num_accepted_tokens")
 """FLA's arguments that leave a call to it, unless they are None."""
 
@@ -174,25 +172,19 @@ CHUNK = Adapter(
     words(f"{COMMON} safe_gate disable_recompute return_intermediate_states cu_seqlens_cpu chunk_size cp_context"),
     # every launch of ours can be captured, with any number of sequences
     ignored=words("use_graph max_num_seqs"),
-    renamed=OLD_NAMES,
     refusal=chunk_refusal,
-    defaults={"chunk_size": {"64"}},
 )
 RECURRENT = Adapter(
     fused_recurrent_kda,
     words(f"{COMMON} out"),
     ignored=words("inplace_final_state"),
-    renamed=OLD_NAMES,
     refusal=recurrent_refusal,
-    defaults={"inplace_final_state": {"True"}},
 )
 WY = Adapter(
     kernels.chunk_bwd_wy_dqkg,
     words("q k v v_new g beta A h do dh dv scale state_v_first cu_seqlens chunk_size"),
     ignored=words("chunk_indices chunk_offsets use_graph"),
-    renamed=OLD_NAMES,
     constant={"use_exp2": True},
-    defaults={"chunk_size": {"64"}},
 )
 
 

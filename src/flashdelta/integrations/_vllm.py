@@ -588,14 +588,9 @@ def built_glm(original: Original, call: Arguments) -> None:
 def built_ling(original: Original, call: Arguments) -> None:
     """Warms Ling-3, whose gate and beta come ready-made."""
     original(**call)
-    layer, wide = call["self"], torch.float32
-    gate = {
-        "gate": "none",
-        "lower_bound": None,
-        "use_beta_sigmoid_in_kernel": False,
-        "g_dtype": wide,
-        "beta_dtype": wide,
-    }
+    layer = call["self"]
+    gate = {"gate": "none", "lower_bound": None, "use_beta_sigmoid_in_kernel": False}
+    gate |= {"g_dtype": torch.float32, "beta_dtype": torch.float32}
     flags = {"has_initial_state": (False,), "safe_gate": is_safe(layer.safe_gate, layer.lower_bound)}
     warm(call, gate, layer.num_speculative_tokens, flags)
 

@@ -20,20 +20,18 @@ from .patches import Patches
 from .seams import Patch, differences, folder_of
 
 KIMI, GLM, LING = "kimi_linear", "glm5_next", "bailing_hybrid"
-MODELS = {KIMI: "KimiLinearModel", GLM: "Glm5NextTextModel", LING: "BailingHybridModel"}
-"""Modules of its models, each with the model's class. 5.17 to 5.19 have no `bailing_hybrid`."""
-
-FORWARDS = {
-    KIMI: "7adb60450b741b98 cf42c8ddb19ee39d 9c9af705099ff8cf",
-    GLM: "6c3cec6077e061e1 1aba710c42019808 f8a94f3c1374f73a 7b9296759ccff361",
-    LING: "485c9f843443e450 621e8bcb07bc7313 dbe73be1a4d1deef",
+MODELS = {
+    KIMI: ("KimiLinearModel", "7adb60450b741b98 cf42c8ddb19ee39d 9c9af705099ff8cf"),
+    GLM: ("Glm5NextTextModel", "6c3cec6077e061e1 1aba710c42019808 f8a94f3c1374f73a 7b9296759ccff361"),
+    LING: ("BailingHybridModel", "485c9f843443e450 621e8bcb07bc7313 dbe73be1a4d1deef"),
 }
+"""Modules of its models, each with the model's class and digests of its forward. 5.17 to 5.19 have no `bailing_hybrid`."""
+
 LAYERS = {
     KIMI: ("KimiLinearDeltaAttention", "2a06df465a51e319 1fa7da962277f05e 1ed6ef2f3c223d9b"),
     GLM: ("Glm5NextTextLinearAttention", "2a06df465a51e319 1fa7da962277f05e 1ed6ef2f3c223d9b"),
     LING: ("BailingHybridDeltaAttention", "448305e16f72e68e 23e14169b6a83137 6938f4dfea1416fc"),
 }
-
 
 COLLATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The arguments by which transformers' flash attention keeps packed sequences apart."""
@@ -45,13 +43,9 @@ def path(model: str) -> str:
 
 def read(model: str) -> tuple[Patch, ...]:
     """The code of a model that was read, in transformers 5.17 to 5.24."""
-    layer, digests = LAYERS[model]
-    return (
-        Patch(path(model), "causal_conv1d_fn", "716f25cec236331d"),
-        Patch(path(model), "chunk_kimi_delta_attention", "63442b3bb4adb8f9"),
-        Patch(path(model), f"{MODELS[model]}.forward", FORWARDS[model]),
-        Patch(path(model), f"{layer}.forward", digests),
-    )
+    functions = (("causal_conv1d_fn", "716f25cec236331d"), ("chunk_kimi_delta_attention", "63442b3bb4adb8f9"))
+    forwards = [(f"{name}.forward", digests) for name, digests in (MODELS[model], LAYERS[model])]
+    return tuple(Patch(path(model), *x) for x in (*functions, *forwards))
 
 
 def obstacle(*models: str) -> str | None:
@@ -79,7 +73,7 @@ def _patch(patches: Patches, is_on: Callable[[], bool], model: str, module: Modu
     for owner, name, wrap in (
         (module, "causal_conv1d_fn", packed_convolution),
         (module, "chunk_kimi_delta_attention", packed_attention),
-        (getattr(module, MODELS[model]), "forward", packed_model),
+        (getattr(module, MODELS[model][0]), "forward", packed_model),
     ):
         patches.wrap(owner, name, functools.partial(wrap, is_on=is_on))
 

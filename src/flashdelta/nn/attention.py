@@ -275,10 +275,8 @@ class KimiDeltaAttention(nn.Module):
             if self._is_step(x, cu_seqlens, has_initial_state):
                 return self.o_proj(self._step(p, mixed, gate, pool, where, share).flatten(2)), None
             where["has_initial_state"] = has_initial_state
-            past, states = (
-                {"state_pool": pool.conv, **where},
-                {"state_pool": pool.state, "state_v_first": True, **where},
-            )
+            past = {"state_pool": pool.conv, **where}
+            states = {"state_pool": pool.state, "state_v_first": True, **where}
         elif context is None:
             past = {"initial_state": None if cache is None else cache.conv, "output_final_state": return_cache}
             states = past | {"initial_state": None if cache is None else cache.state}

@@ -91,18 +91,8 @@ class Block(nn.Module):
     def __init__(self, config: LanguageModelConfig, *, chunk_size: int, backend: str) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = KimiDeltaAttention(
-            config.hidden_size,
-            config.num_heads,
-            config.num_v_heads,
-            config.head_dim,
-            config.head_v_dim,
-            conv_size=config.conv_size,
-            gate_rank=config.gate_rank,
-            norm_eps=config.norm_eps,
-            chunk_size=chunk_size,
-            backend=backend,
-        )
+        own = {name: size for name, size in vars(config).items() if name not in ("num_layers", "mlp_size")}
+        self.attention = KimiDeltaAttention(**own, chunk_size=chunk_size, backend=backend)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
 
@@ -188,13 +178,9 @@ class KdaLanguageModel(nn.Module):
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise wrong("tokens", f"shape {list(tokens.shape)}", "[B, T] with T >= 1")
         if tokens.device.type == "cpu" and tokens.numel() > 0 and not torch.compiler.is_compiling():
-            low, high = int(tokens.min()), int(tokens.max())
-            rule(
-                "tokens",
-                low >= 0 and high < len(VOCABULARY),
-                f"from 0 to {len(VOCABULARY) - 1}",
-                low if low < 0 else high,
-            )
+            most = len(VOCABULARY) - 1
+            for token in (int(tokens.min()), int(tokens.max())):
+                rule("tokens", 0 <= token <= most, f"from 0 to {most}", token)
         for name, given in (("caches", caches), ("pools", pools)):
             if given is not None and len(given) != len(self.blocks):
                 raise wrong(name, len(given), f"one per layer = {len(self.blocks)}")
@@ -210,12 +196,7 @@ class KdaLanguageModel(nn.Module):
 
     @torch.no_grad()
     def steps(
-        self,
-        logits: Tensor,
-        caches: Caches,
-        *,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
+        self, logits: Tensor, caches: Caches, *, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Writes on, one token per step, without end.
 
@@ -242,12 +223,7 @@ class KdaLanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self,
-        prompt: Tensor,
-        tokens: int,
-        *,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
+        self, prompt: Tensor, tokens: int, *, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
         """Continues every prompt `[B, T]` by `tokens` tokens: the continuation, `[B, tokens]`. Else as `steps`."""
         check_int("tokens", tokens)

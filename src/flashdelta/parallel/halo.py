@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..problem.arguments import is_wrapped, note_offsets, positive, refuse_changed_offsets, refuse_transforms
-from ..problem.errors import mistyped, wrong
+from ..problem.arguments import (
+    check_tensor,
+    is_wrapped,
+    note_offsets,
+    positive,
+    refuse_changed_offsets,
+    refuse_transforms,
+)
+from ..problem.errors import wrong
 from .border import HALO
 from .checks import broadcast_errors, check_on_all_ranks
 from .context import ContextParallel, context_of
@@ -47,8 +54,7 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
 
 def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     """The `ContextParallel` that `context` is or stands for; refuses arguments that do not fit."""
-    if not isinstance(x, Tensor):
-        raise mistyped("x", x, "a torch.Tensor")
+    check_tensor("x", x)
     if x.dim() != 3:
         raise wrong("x", f"shape {list(x.shape)}", "[B, T, D]")
     positive("width", width)

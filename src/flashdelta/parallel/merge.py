@@ -59,19 +59,14 @@ def with_rank_exchange(
 ) -> tuple[list[Step], StageCall, Tensor | None, list[Step]]:
     """Returns a forward's steps before `recurrence`, the call that this runs, where it leaves the final states, and the steps
     after it."""
-    before, from_here, after = carried_states(call, transition, kept_packets(call, outputs))
+    packets = room_for_packets(call.problem, call.t.memory)
+    if call.problem.requires_grad:  # its backward pass needs them
+        outputs["packets"] = packets
+    before, from_here, after = carried_states(call, transition, packets)
     if not call.problem.has_pool:
         return before, from_here, outputs.get("final_state"), after
     final_state = call.t.memory.new(call.problem.state_shape, torch.float32)
     return before, from_here, final_state, [*after, store_ends(call, final_state)]
-
-
-def kept_packets(call: StageCall, outputs: Outputs) -> Tensor:
-    """Room for the packets of all ranks, which a forward with gradients leaves for its backward pass."""
-    packets = room_for_packets(call.problem, call.t.memory)
-    if call.problem.requires_grad:
-        outputs["packets"] = packets
-    return packets
 
 
 def room_for_packets(problem: ChunkProblem, memory: Slots) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import mistyped, rule, wrong
-from .problem import Problem, Tensors, problem_of, record
+from .problem import FAMILIES, SETTINGS, Problem, Tensors, problem_of, record
 
 Made = tuple[Problem, Tensors]
 
@@ -139,9 +139,11 @@ class Arguments:
     there; `HV*K` is a product, a number stands for itself. The first tensor checked tells the device of the others.
     """
 
-    def __init__(self, given: Mapping[str, Any], dry: bool = False):
+    def __init__(self, given: Mapping[str, Any], called: Mapping[str, str], dry: bool = False):
         for name, value in given.items():  # PyTorch 2.11 does not trace an update of `vars`
             setattr(self, name, value)
+        self.given, self.called = given, called
+        """All arguments as they came, and the caller's names of roles, where they differ."""
         self.read: Callable[[Tensor], Tensor] = (lambda x: x) if dry else resolved
         """A tensor as memory has it; a `dry` check copies nothing."""
         self.sizes: dict[str, int] = {}
@@ -238,23 +240,16 @@ class Arguments:
         for a, b in ((name, other), (other, name)):
             rule(a, getattr(self, a) is not None or getattr(self, b) is None, f"a tensor with {b}", None)
 
-    def refuse_gradients(self, why: str) -> None:
-        """Refuses tensors that require grad, for calls that have no gradients."""
-        for name, x in self.tensors.items():
-            if torch.is_grad_enabled() and x.requires_grad:
-                raise wrong(name, "a tensor that requires grad", f"without gradients, or under torch.no_grad() ({why})")
+    def with_gradients(self) -> list[str]:
+        """Names of tensors that require grad."""
+        return [name for name, x in self.tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
 
-    def requires_grad(self) -> bool:
-        return torch.is_grad_enabled() and any([x.requires_grad for x in self.tensors.values()])
-
-    def made(
-        self, problem: type[Problem], tensors: type[Tensors], called: Mapping[str, str] | None = None, **settings: Any
-    ) -> Made:
-        """The problem, and the tensors by role. `called`: the names of roles, where they differ."""
-        called = called or {}
-        found = {role: getattr(self, called.get(role, role), None) for role in tensors.__dataclass_fields__}
+    def made(self, family: type[Problem], **settings: Any) -> Made:
+        """The problem, and the tensors by role. An option that has the name of a setting sets it, unless `settings` do."""
+        tensors, own = FAMILIES[family], SETTINGS[family]
+        found = {role: getattr(self, self.called.get(role, role), None) for role in tensors.__dataclass_fields__}
         t = record(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
-        return problem_of(problem, t, **settings), t
+        return problem_of(family, t, **{name: self.given[name] for name in own if name in self.given} | settings), t
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,9 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: object = None)
     lengths = _check_lengths(problem, found, on_host)
     pool = _Claims(problem.lowest_index, problem.pool_slots)
     if isinstance(problem, StepProblem) and "num_accepted_tokens" in found:
-        _check_counts(found["num_accepted_tokens"], lengths, problem.most_tokens)
+        for count, length in zip(found["num_accepted_tokens"].tolist(), lengths):
+            if length > 0 and not 1 <= count <= problem.most_tokens:
+                raise wrong("num_accepted_tokens", count, f"from 1 to {problem.most_tokens}")
     if "state_indices" in found and problem.N > 0:
         stores = not isinstance(problem, StepProblem) or problem.update_state
         for row, length in zip(found["state_indices"].reshape(problem.N, -1).tolist(), lengths):
@@ -95,14 +97,15 @@ def _check_decays(problem: AttentionProblem, found: Mapping[str, Tensor], length
         raise wrong(name, f"{decays[decays < LOWEST_DECAY].min():.4g}", wanted)
 
 
-def _check_offsets(offsets: list[int], tokens: int) -> None:
+def check_offsets(offsets: list[int], most: int, wanted: str) -> None:
+    """Checks the values of `cu_seqlens`; the last is at most `most`, which is `wanted`."""
     if offsets[0] != 0:
         raise wrong("cu_seqlens", f"first offset {offsets[0]}", "offsets from 0 on")
     for a, b in itertools.pairwise(offsets):
         if b < a:
             raise wrong("cu_seqlens", f"{a} then {b}", "non-decreasing")
-    if offsets[-1] > tokens:
-        raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most T = {tokens}")
+    if offsets[-1] > most:
+        raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most {wanted}")
 
 
 def _check_lengths(problem: PoolProblem, found: Mapping[str, Tensor], on_host: object) -> list[int]:
@@ -112,7 +115,7 @@ def _check_lengths(problem: PoolProblem, found: Mapping[str, Tensor], on_host: o
     if "cu_seqlens" not in found:
         return [problem.T] * problem.N
     offsets = found["cu_seqlens"].tolist()
-    _check_offsets(offsets, problem.T)
+    check_offsets(offsets, problem.T, f"T = {problem.T}")
     if isinstance(on_host, Tensor) and on_host.tolist() != offsets:
         raise wrong("cu_seqlens_cpu", on_host.tolist()[:8], f"equal to cu_seqlens {offsets[:8]}")
     lengths = [b - a for a, b in itertools.pairwise(offsets)]
@@ -126,11 +129,6 @@ def _check_lengths(problem: PoolProblem, found: Mapping[str, Tensor], on_host: o
     return lengths
 
 
-def _check_slot(argument: str, index: int, slots: int, unit: str) -> None:
-    if index >= slots:
-        raise wrong(argument, f"index {index}", f"below the number of {unit}, {slots} {unit}")
-
-
 class _Claims:
     """Slots that a call names, or rows: none may be written twice, and none past the end."""
 
@@ -139,7 +137,8 @@ class _Claims:
         self.written: set[int] = set()
 
     def claim(self, argument: str, index: int, stored: bool) -> None:
-        _check_slot(argument, index, self.slots, self.unit)
+        if index >= self.slots:
+            raise wrong(argument, f"index {index}", f"below the number of {self.unit}, {self.slots} {self.unit}")
         if index < self.lowest or not stored:
             return
         if index in self.written:
@@ -147,12 +146,6 @@ class _Claims:
                 argument, f"duplicate index {index}", f"distinct: each stored state needs {self.unit} of its own"
             )
         self.written.add(index)
-
-
-def _check_counts(counts: Tensor, lengths: Iterable[int], most: int) -> None:
-    for count, length in zip(counts.tolist(), lengths):
-        if length > 0 and not 1 <= count <= most:
-            raise wrong("num_accepted_tokens", count, f"from 1 to {most}")
 
 
 def _check_rows(

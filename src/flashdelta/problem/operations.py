@@ -35,21 +35,15 @@ from .problem import (
     ChunkProblem,
     ChunkTensors,
     CommitProblem,
-    CommitTensors,
     ConvolutionProblem,
-    ConvolutionTensors,
     FusedProblem,
-    FusedTensors,
     NormGate,
     NormProblem,
-    NormTensors,
     NullIndex,
     Precision,
     PrefillGate,
     StepProblem,
-    StepTensors,
     WyProblem,
-    WyTensors,
     is_record,
     problem_of,
     record_width,
@@ -302,10 +296,14 @@ def check_taps(c: Arguments) -> None:
     rule("weight", MIN_TAPS <= c.sizes["W"] <= MAX_TAPS, f"of {MIN_TAPS} to {MAX_TAPS} taps", shape_of(c.weight))
 
 
-def check_gradients(c: Arguments) -> None:
-    """Refuses gradients of a call that writes tensors of the caller's."""
-    if not c.requires_grad():
+def check_gradients(c: Arguments, no_gradients: str | None) -> None:
+    """Refuses gradients of an operation that has none, for the reason given, or of a call that writes tensors of the
+    caller's."""
+    required = c.with_gradients()
+    if not required:
         return
+    without = f"without gradients, or under torch.no_grad() ({no_gradients})"
+    rule(required[0], no_gradients is None, without, "a tensor that requires grad")
     for name in ("state_pool", "final_state", "checkpoint_states", "out"):
         unwritten = "None where an input requires grad, or under torch.no_grad() (it is written in place)"
         rule(name, getattr(c, name, None) is None, unwritten, "a tensor")
@@ -327,7 +325,6 @@ def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> d
         beta_kind="value" if not logits else "double_logit" if c.allow_neg_eigval else "logit",
         l2norm=bool(c.use_qk_l2norm_in_kernel),
         state_v_first=bool(c.state_v_first),
-        null_index=c.null_index,
     )
 
 
@@ -353,18 +350,14 @@ def validate_chunk(c: Arguments) -> Made:
         c.cp_context.check_tokens(c.q, "q")
     if c.cu_seqlens_cpu is not None:
         check_offsets_on_host(c)
-    check_gradients(c)
     settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
     settings["safe_gate"] |= c.safe_gate
-    names = ("chunk_size", "return_intermediate_states", "batch_invariant", "disable_recompute")
-    settings |= {name: getattr(c, name) for name in names}
     if c.cp_context is not None and c.cp_context.ranks > 1:
         of_rank = ("rank", "ranks", "exchange", "relay")
         settings |= {name: getattr(c.cp_context, name) for name in of_rank} | {"process_group": c.cp_context.name}
     longest_chunks, all_chunks = known_lengths(c.cu_seqlens_cpu, c.chunk_size, c.q) or (0, 0)
     return c.made(
         ChunkProblem,
-        ChunkTensors,
         operation="chunk",
         **settings,
         output_final_state=c.output_final_state or c.final_state is not None,
@@ -378,12 +371,11 @@ def validate_chunk(c: Arguments) -> Made:
 def validate_recurrent(c: Arguments) -> Made:
     gate = check_sequence_options(c)
     check_sequence_tensors(c)
-    check_gradients(c)
     settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
     settings["output_final_state"] = c.output_final_state or c.final_state is not None
-    if c.requires_grad():  # only the chunked kernels have gradients
-        return c.made(ChunkProblem, ChunkTensors, operation="chunk", **settings)
-    return c.made(StepProblem, StepTensors, operation="recurrent", **settings)
+    if c.with_gradients():  # only the chunked kernels have gradients
+        return c.made(ChunkProblem, operation="chunk", **settings)
+    return c.made(StepProblem, operation="recurrent", **settings)
 
 
 def check_sequence_options(c: Arguments) -> str:
@@ -453,16 +445,12 @@ def validate_decode(c: Arguments) -> Made:
         rows, N = c.sizes.get("rows", 2**31), c.sizes["N"]
         rule("intermediate_states", rows >= N, f"of a row for each of the {N} sequences", f"{rows} rows")
     c.check("output", "B T HV V", wider(dtype), dtype, dense=1, written=True)
-    c.refuse_gradients(NO_GRADIENTS["decode"])
     return c.made(
         StepProblem,
-        StepTensors,
-        DECODE_NAMES,
         operation="decode",
         **attention_settings(c, gate, c.beta_is_logit),
         output_final_state=c.output_final_state and c.initial_state is None,
         spec_tokens=tokens - 1,
-        update_state=c.update_state,
     )
 
 
@@ -540,9 +528,7 @@ def validate_commit(c: Arguments) -> Made:
     check_intermediates(c, "initial_state", *shapes, written=replays)  # a commit empties records
     tokens = c.sizes["tokens"]
     rule("intermediate_states", 0 < tokens <= DECODE_TOKENS, f"of 1 to {DECODE_TOKENS} tokens per row", tokens)
-    c.refuse_gradients(NO_GRADIENTS["commit"])
-    settings = dict(null_index=c.null_index, state_v_first=c.state_v_first, spec_tokens=tokens - 1, K=K, V=V)
-    return c.made(CommitProblem, CommitTensors, DECODE_NAMES, operation="commit", **settings)
+    return c.made(CommitProblem, operation="commit", spec_tokens=tokens - 1, K=K, V=V)
 
 
 # ---- kda_prefill ----------------------------------------------------------------------------------------------------------
@@ -559,7 +545,6 @@ def validate_prefill(c: Arguments) -> Made:
     rule("q", c.sizes["H"] > 0, "of at least one head", shape_of(c.q))
     name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
     rule(name, size in PREFILL_SIZES, f"one of {', '.join(map(str, PREFILL_SIZES))}", f"(K, V, C) = {size}")
-    c.refuse_gradients(NO_GRADIENTS["prefill"])
     return prefill_problem(c, {name: c.read(x) for name, x in c.tensors.items()})
 
 
@@ -599,15 +584,11 @@ def validate_wy(c: Arguments) -> Made:
     NT = -(-c.sizes["T"] // c.chunk_size)
     if c.cu_seqlens is None:
         rule("h", c.sizes["NT"] == NT, f"of NT = ceil(T / chunk_size) = {NT} states per row", shape_of(c.h))
-    c.refuse_gradients(NO_GRADIENTS["wy"])
     return c.made(
         WyProblem,
-        WyTensors,
         operation="wy",
         scale=c.sizes["K"] ** -0.5 if c.scale is None else float(c.scale),
         gate="cumulative_log2" if c.use_exp2 else "cumulative",
-        chunk_size=c.chunk_size,
-        state_v_first=c.state_v_first,
     )
 
 
@@ -625,7 +606,7 @@ def validate_norm(c: Arguments) -> Made:
     narrow = (torch.bfloat16, torch.float16) if dtype == FLOAT32 else ()
     c.require("z", rows, dtype, *narrow)
     c.require("weight", "V", wider(dtype), dtype, *narrow)
-    return c.made(NormProblem, NormTensors, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps))
+    return c.made(NormProblem, operation="gated_rms_norm", eps=float(c.eps))
 
 
 def validate_convolution(c: Arguments) -> Made:
@@ -646,15 +627,12 @@ def validate_convolution(c: Arguments) -> Made:
     name = next(x for x in states if x in c.tensors)
     rule(name, L in (W - 1, W), f"of the last W - 1 = {W - 1} or W = {W} inputs of a channel", f"{L} inputs")
     c.check("out", "B T D", c.x.dtype, dense=1, written=True)
-    check_gradients(c)
     return c.made(
         ConvolutionProblem,
-        ConvolutionTensors,
         operation="short_convolution",
         activation="none" if c.activation is None else c.activation,
         output_final_state=c.output_final_state or c.final_state is not None,
         checkpoint_every=c.checkpoint_every or 0,
-        null_index=c.null_index,
     )
 
 
@@ -707,25 +685,15 @@ def validate_fused_decode(c: Arguments) -> Made:
     c.require("norm_weight", "V", *dtypes)
     check_intermediates(c, "state", "rows 1+num_spec_tokens HV width")
     c.check("output", "B T HV V", wider(c.q.dtype), c.q.dtype, dense=1, written=True)
-    c.refuse_gradients(NO_GRADIENTS["fused_decode"])
     # `[parts, channels, W]`: one part, or three side by side
     parts = c.weight.shape[0] == 3 and c.weight.shape[1] != 1
     c.weight = c.weight.mT if parts else c.weight.reshape(1, D, W)
     settings = attention_settings(c, gate, c.beta_is_logit, "raw_g")
     settings |= dict(spec_tokens=spec, update_state=not replayed, eps=float(c.norm_eps))
-    return c.made(FusedProblem, FusedTensors, FUSED_NAMES, operation="fused_decode", **settings)
+    return c.made(FusedProblem, operation="fused_decode", **settings)
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------------
-
-NO_GRADIENTS = {
-    "decode": "chunk_kda and fused_recurrent_kda have gradients",
-    "commit": "the pool is updated in place",
-    "prefill": "kda_prefill has no backward",
-    "wy": "this is a backward pass: it has none",
-    "fused_decode": "nn.KimiDeltaAttention has gradients",
-}
-"""Why operations have none, by name."""
 
 
 @dataclass(frozen=True)
@@ -734,7 +702,7 @@ class Operation:
 
     `called`: the caller's names of roles, where they differ. `may_write`: the tensors that a call may write, by the caller's
     names; `reads`: those of them that a given call leaves alone. `may_share`: pairs that may lie interleaved in one buffer.
-    `rows`: the argument whose rows hold q, k and v, where they are not passed.
+    `rows`: the argument whose rows hold q, k and v, where they are not passed. `no_gradients`: why it has none, if so.
     """
 
     name: str
@@ -744,10 +712,7 @@ class Operation:
     reads: Callable[[Mapping[str, Any]], str | None] = lambda given: None
     may_share: tuple[str, str] = ("", "")
     rows: str = ""
-
-    @property
-    def no_gradients(self) -> str | None:
-        return NO_GRADIENTS.get(self.name)
+    no_gradients: str | None = None
 
     def name_of(self, role: str) -> str:
         return self.called.get(role, role)
@@ -773,8 +738,9 @@ class Operation:
             TypeError: an argument of the wrong type or dtype.
             ValueError: anything else; the message names the argument, states the rule and says what came.
         """
-        c = Arguments(given, dry)
+        c = Arguments(given, self.called, dry)
         problem, t = self.validate(c)
+        check_gradients(c, self.no_gradients)
         self.check_overlaps(c.tensors)
         if not torch.compiler.is_compiling():
             on_cpu = device_checks.ON_CPU and t.device.type == "cpu" and all(map(has_address, t.present().values()))
@@ -806,6 +772,7 @@ DECODE = Operation(
     reads=lambda given: None if given["update_state"] else "initial_state",
     may_share=("initial_state", "initial_state_source"),
     rows="mixed_qkv",
+    no_gradients="chunk_kda and fused_recurrent_kda have gradients",
 )
 COMMIT = Operation(
     "commit",
@@ -813,9 +780,10 @@ COMMIT = Operation(
     ("intermediate_states", "initial_state"),
     DECODE_NAMES,
     reads=lambda given: None if is_record(given["intermediate_states"]) else "intermediate_states",
+    no_gradients="the pool is updated in place",
 )
-PREFILL = Operation("prefill", validate_prefill)
-WY = Operation("wy", validate_wy)
+PREFILL = Operation("prefill", validate_prefill, no_gradients="kda_prefill has no backward")
+WY = Operation("wy", validate_wy, no_gradients="this is a backward pass: it has none")
 GATED_RMS_NORM = Operation("gated_rms_norm", validate_norm)
 SHORT_CONVOLUTION = Operation("short_convolution", validate_convolution, WRITTEN)
 FUSED_DECODE = Operation(
@@ -826,6 +794,7 @@ FUSED_DECODE = Operation(
     reads=lambda given: None if given["intermediate_states"] is None else "state",
     may_share=("conv_state", "state"),
     rows="x",
+    no_gradients="nn.KimiDeltaAttention has gradients",
 )
 
 BY_NAME = {

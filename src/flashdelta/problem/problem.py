@@ -604,12 +604,21 @@ def record_counts(problem: StepProblem | CommitProblem, records: Tensor) -> Tens
 
 P = TypeVar("P", bound=Problem)
 
-FAMILIES: tuple[type[Problem], ...] = (
-    *(NormProblem, ConvolutionProblem, ChunkProblem, WyProblem, StepProblem, FusedProblem, CommitProblem),
-)
+FAMILIES: dict[type[Problem], type[Tensors]] = {
+    NormProblem: NormTensors,
+    ConvolutionProblem: ConvolutionTensors,
+    ChunkProblem: ChunkTensors,
+    WyProblem: WyTensors,
+    StepProblem: StepTensors,
+    FusedProblem: FusedTensors,
+    CommitProblem: CommitTensors,
+}
+"""The tensors of each family's calls."""
+
 DERIVED = {family: {f.name: f.metadata["derived"] for f in fields(family) if f.metadata} for family in FAMILIES}
 """How each family's tensors tell the fields that are derived."""
 
+SETTINGS = {family: tuple(settings_of(family)) for family in FAMILIES}
 DEFAULTS = {family: {f.name: f.default for f in fields(family) if f.default is not MISSING} for family in FAMILIES}
 
 

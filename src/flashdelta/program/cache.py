@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,32 +16,30 @@ is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the call stands inside `torch.func.grad`, `vjp`, `vmap` and so on, of its arguments or of others."""
 
 
-class Entry(Protocol):
-    used: int
+class Entry:
+    """A call that the cache has."""
+
+    used = 0
     """How many entries had been kept when it was last found."""
 
-    types: Sequence[type]
+    types: Sequence[type] = ()
     """Types of the call's options: 64.0 equals 64, and True equals 1, but they are not the same call."""
 
-    writes: Sequence[int]
+    writes: Sequence[int] = ()
     """Tensors, by place, that the call writes."""
 
-
-E = TypeVar("E", bound=Entry)
 
 Key = tuple | None
 """All that the validation and the launches of a call depend on; None for a call that may not be kept."""
 
 
-class LaunchCache(Generic[E]):
+class LaunchCache:
     """Entries by key. Beyond `most` the least recently used go, a quarter at a time."""
 
     def __init__(self, most: int = 4096):
-        self.most, self._entries, self._clock = most, dict[tuple, E](), 0
+        self.most, self._entries, self._clock = most, dict[tuple, Any](), 0
 
-    def find(
-        self, kind: object, tensors: Sequence[Tensor | None], options: tuple = ()
-    ) -> tuple[E | None, Key, list[int]]:
+    def find(self, kind: object, tensors: Sequence[Tensor | None], options: tuple = ()) -> tuple[Any, Key, list[int]]:
         """The entry of a call of this kind, if there is one; its key; and the addresses of its `tensors` (0
         where there is none).
 
@@ -80,7 +78,7 @@ class LaunchCache(Generic[E]):
         entry.used = self._clock
         return entry, key, addresses
 
-    def keep(self, key: Key, entry: E) -> None:
+    def keep(self, key: Key, entry: Any) -> None:
         if key is None:
             return
         if len(self._entries) >= self.most:

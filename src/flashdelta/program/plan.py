@@ -14,6 +14,7 @@ from triton.compiler import CompiledKernel
 from ..parallel.exchange import Exchange, as_bytes
 from ..problem.arguments import extent
 from ..problem.problem import Problem, Tensors, Written, replaced
+from .cache import Entry
 from .launch import STREAM, Address, Launch, Prepared, current_device, current_stream, hooked, show
 from .workspace import Slots
 
@@ -65,7 +66,7 @@ class Bound(NamedTuple):
     kernel: CompiledKernel | None
 
 
-class Plan:
+class Plan(Entry):
     """Launches in order, between or after which ranks may exchange something, and the outputs that they leave. An entry of the
     launch cache.
 
@@ -74,9 +75,6 @@ class Plan:
     """
 
     lasting = True
-    used = 0
-    types: Sequence[type] = ()
-    writes: Sequence[int] = ()
 
     def __init__(self, memory: Slots, outputs: Outputs, launches: Iterable[Step]):
         self.memory, self.outputs, self.launches = memory, outputs, [*launches]

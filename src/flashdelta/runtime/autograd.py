@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from ..backends import Backend, Executable
+from ..backends import Backend
 from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
-from ..problem.problem import BACKWARD, AttentionProblem, Problem, Tensors, inputs_of, replaced
-from ..program.cache import LaunchCache
+from ..problem.problem import BACKWARD, FAMILIES, AttentionProblem, Problem, Tensors, inputs_of, replaced
+from ..program.cache import Entry, LaunchCache
 
 KEPT = {"A": "Akk_inv", **{name: name for name in ("workspace", "h", "v_new", "packets", "segments")}}
 """Roles in the backward pass of what a forward leaves for it, and the names under which it does."""
@@ -29,29 +29,16 @@ OFFSETS = {"cu_seqlens": "cu_seqlens", "border": "cp_context"}
 _serials = itertools.count()
 
 
-class Differentiable:
+class Differentiable(Entry):
     """Calls that are alike, with gradients: an entry of the launch cache if it `repeats`. Either direction has
     a plan; that of the backward pass is an entry of its own, since it depends on the gradients that come in."""
 
-    used = 0
-    types: Sequence[type] = ()
-    writes: Sequence[int] = ()
-
-    def __init__(
-        self,
-        problem: Problem,
-        family: type[Tensors],
-        backend: Backend,
-        cache: LaunchCache[Any],
-        names: Sequence[str],
-        repeats: bool,
-    ):
+    def __init__(self, problem: Problem, backend: Backend, cache: LaunchCache, names: Sequence[str], repeats: bool):
         self.problem, self.backend, self.cache, self.repeats = problem, backend, cache, repeats
-        self.family = family
         self.kind = "backward", next(_serials)
         self.inputs = tuple(role for role in inputs_of(problem.operation) if role in names)
         self.places = [names.index(role) for role in self.inputs]
-        self.plan: Executable | None = None
+        self.plan: Any = None
 
     def execute(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
         """Runs on tensors as the caller passed them. `addresses`: for a plan, whose place in the launch cache this has."""
@@ -70,7 +57,7 @@ class Differentiable:
             for role, shape in zip(PARAMETERS, shapes):
                 x = named.get(role)
                 named[role] = x if x is None else x.reshape(shape)
-        return self.family(**named)
+        return FAMILIES[type(self.problem)](**named)
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
         plan = self.plan

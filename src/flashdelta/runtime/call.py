@@ -19,10 +19,10 @@ from ..problem.errors import wrong
 from ..problem.operations import Operation
 from ..problem.problem import ChunkProblem, Problem, Tensors, Written
 from ..problem.split import known_lengths
-from ..program.cache import Key, LaunchCache, is_transformed
+from ..program.cache import Entry, Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
 
-CACHE: LaunchCache[Any] = LaunchCache()
+CACHE = LaunchCache()
 
 CALLS: dict[Callable[..., Any], Dispatcher] = {}
 """Dispatchers by public function."""
@@ -32,12 +32,8 @@ class NoKernel(ValueError):
     """Raised by a call with `backend="kernel"` that no kernel runs, or that is refused, before anything is written."""
 
 
-class Refused:
+class Refused(Entry):
     """An entry of the launch cache: a call with `backend="kernel"` that was refused, for something other than addresses."""
-
-    used = 0
-    types: Sequence[type] = ()
-    writes: Sequence[int] = ()
 
     def __init__(self, why: str):
         self.why = why
@@ -89,7 +85,7 @@ class Dispatcher:
                 count_writes(tensors, self.writes(given))
             return found
         if problem.requires_grad:
-            differentiable = autograd.Differentiable(problem, type(t), backend, CACHE, self.tensors, key is not None)
+            differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
             CACHE.keep(key, differentiable)
             if key is not None:  # as a repeated call, so that both have the same backward pass
                 return differentiable.execute(tensors, [])

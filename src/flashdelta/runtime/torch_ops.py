@@ -7,21 +7,29 @@ other programs call by its name, takes the caller's own arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..problem import problem as families
 from ..problem.operations import BY_NAME
 from ..problem.problem import (
     BACKWARD,
+    FAMILIES,
     INPUTS,
     LAYER_INPUTS,
+    ChunkProblem,
+    ChunkTensors,
+    CommitProblem,
+    ConvolutionProblem,
+    FusedProblem,
+    NormProblem,
     Problem,
+    StepProblem,
     Tensors,
+    WyProblem,
     problem_of,
     replaced,
     required_roles,
@@ -29,50 +37,33 @@ from ..problem.problem import (
 )
 from .autograd import refuse_second
 
-
-class Family(NamedTuple):
-    problem: type[Problem]
-    tensors: type[Tensors]
+Roles = tuple[str, ...]
 
 
-CHUNK_FAMILY = Family(families.ChunkProblem, families.ChunkTensors)
-STEP_FAMILY = Family(families.StepProblem, families.StepTensors)
-FUSED_FAMILY = Family(families.FusedProblem, families.FusedTensors)
-COMMIT_FAMILY = Family(families.CommitProblem, families.CommitTensors)
-CONVOLUTION_FAMILY = Family(families.ConvolutionProblem, families.ConvolutionTensors)
-
-POOL = ("state_pool", "state_indices", "has_initial_state")
-CHECKPOINTS = ("checkpoint_offsets", "checkpoint_indices", "checkpoint_states")
-SPECULATIVE = ("num_accepted_tokens", "source_pool", "source_indices", "intermediate_states", "intermediate_indices")
+def registered(name: str, schema: str, implement: Callable[..., Any], pretend: Callable[..., Any]) -> Any:
+    """`torch.ops.flashdelta.<name>`, as it is made. `pretend`: makes results without data."""
+    torch.library.define(f"flashdelta::{name}", schema)
+    torch.library.impl(f"flashdelta::{name}", "default")(implement)
+    torch.library.register_fake(f"flashdelta::{name}")(pretend)
+    return getattr(torch.ops.flashdelta, name)
 
 
 class Operator:
     """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes."""
 
-    def __init__(
-        self,
-        name: str,
-        family: Family,
-        roles: tuple[str, ...],
-        results: tuple[str, ...],
-        writes: tuple[str, ...] = (),
-    ):
+    def __init__(self, name: str, family: type[Problem], roles: Roles, results: Roles, writes: Roles = ()):
         self.name, self.family, self.roles, self.results, self.writes = name, family, roles, results, writes
-        settings, required = settings_of(family.problem), required_roles(family.tensors)
+        settings, required = settings_of(family), required_roles(FAMILIES[family])
         self.settings = tuple(settings)
         for field, type_ in settings.items():
             if type_.removesuffix(" | None") not in ("bool", "int", "float", "str"):
-                raise TypeError(f"{family.problem.__name__}.{field} must be of a type that schemas have; got {type_}")
+                raise TypeError(f"{family.__name__}.{field} must be of a type that schemas have; got {type_}")
         types = [f"{type_.replace(' | None', '?')} {name}" for name, type_ in settings.items()]
         kinds = {role: f"Tensor({chr(97 + i)}!)" for i, role in enumerate(writes)}
         tensors = ", ".join(f"{kinds.get(role, 'Tensor')}{'' if role in required else '?'} {role}" for role in roles)
         self.schema = ", ".join([tensors, *types, "str backend"])
         returns = ", ".join(f"Tensor {result}" for result in results)
-        qualified = f"flashdelta::{name}"
-        torch.library.define(qualified, f"({self.schema}) -> ({returns})")
-        torch.library.impl(qualified, "default")(self.implement)
-        torch.library.register_fake(qualified)(self.pretend)
-        self.call = getattr(torch.ops.flashdelta, name)
+        self.call = registered(name, f"({self.schema}) -> ({returns})", self.implement, self.pretend)
 
     def arguments(self, problem: Problem, t: Tensors, backend: str) -> tuple:
         tensors = (getattr(t, role) for role in self.roles)
@@ -81,9 +72,9 @@ class Operator:
     def unpacked(self, arguments: tuple) -> tuple[Problem, Tensors, str]:
         """The inverse."""
         n = len(self.roles)
-        t = self.family.tensors(**dict(zip(self.roles, arguments[:n])))
+        t = FAMILIES[self.family](**dict(zip(self.roles, arguments[:n])))
         *settings, backend = arguments[n:]
-        return problem_of(self.family.problem, t, **dict(zip(self.settings, settings))), t, backend
+        return problem_of(self.family, t, **dict(zip(self.settings, settings))), t, backend
 
     def implement(self, *arguments: Any) -> Any:
         problem, t, backend = self.unpacked(arguments)
@@ -108,44 +99,38 @@ class Operator:
 
 
 RESULTS = ("o", "final_state", "h")
-WRITTEN = ("state_pool", "out", "final_state")
-FORWARD = Operator("kda_forward", CHUNK_FAMILY, INPUTS, RESULTS)
-FORWARD_OUT = Operator(
-    "kda_forward_out",
-    CHUNK_FAMILY,
-    (*INPUTS, *POOL, *CHECKPOINTS, "out", "final_state"),
-    RESULTS,
-    writes=(*WRITTEN, "checkpoint_states"),
-)
-STEP_FORWARD = Operator("kda_step", STEP_FAMILY, INPUTS[:-1], RESULTS[:-1])
-STEP_OUT, VERIFY = (
-    Operator(name, STEP_FAMILY, (*INPUTS[:-1], *POOL, *SPECULATIVE, "out", "final_state"), RESULTS[:-1], writes=writes)
-    for name, writes in (("kda_step_out", WRITTEN), ("kda_verify", ("out", "intermediate_states")))
-)
+POOL = ("state_pool", "state_indices", "has_initial_state")
+CHECKPOINTS = ("checkpoint_offsets", "checkpoint_indices", "checkpoint_states")
+SPECULATIVE = ("num_accepted_tokens", "source_pool", "source_indices", "intermediate_states", "intermediate_indices")
+GIVEN = ("out", "final_state")
+WRITTEN = ("state_pool", *GIVEN)
+NORM_ROLES, CONVOLUTION_ROLES = LAYER_INPUTS["gated_rms_norm"], LAYER_INPUTS["short_convolution"]
 COMMIT_ROLES = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
-COMMIT_STATES = Operator("kda_commit", COMMIT_FAMILY, COMMIT_ROLES, (), writes=("state_pool",))
-COMMIT_RECORDS = Operator(
-    "kda_commit_records", COMMIT_FAMILY, COMMIT_ROLES, (), writes=("state_pool", "intermediate_states")
-)
 WY_ROLES = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
-WY_FAMILY = Family(families.WyProblem, families.WyTensors)
-BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY_FAMILY, WY_ROLES, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
-NORM_FAMILY = Family(families.NormProblem, families.NormTensors)
-NORM = Operator("gated_rms_norm", NORM_FAMILY, LAYER_INPUTS["gated_rms_norm"], ("o",))
-CONVOLUTION = Operator("short_convolution", CONVOLUTION_FAMILY, LAYER_INPUTS["short_convolution"], ("o", "final_state"))
-CONVOLUTION_OUT = Operator(
-    "short_convolution_out",
-    CONVOLUTION_FAMILY,
-    (*LAYER_INPUTS["short_convolution"], *POOL, *CHECKPOINTS, "out", "final_state"),
-    ("o", "final_state"),
-    writes=(*WRITTEN, "checkpoint_states"),
-)
 FUSED_ROLES = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "weight", "bias", "z", "norm_weight", "conv_state"),
-    *("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices", "out"),
+    *(*COMMIT_ROLES, "out"),
 )
+FORWARD = Operator("kda_forward", ChunkProblem, INPUTS, RESULTS)
+FORWARD_OUT, CONVOLUTION_OUT = (
+    Operator(f"{name}_out", family, (*roles, *POOL, *CHECKPOINTS, *GIVEN), results, (*WRITTEN, "checkpoint_states"))
+    for name, family, roles, results in (
+        ("kda_forward", ChunkProblem, INPUTS, RESULTS),
+        ("short_convolution", ConvolutionProblem, CONVOLUTION_ROLES, RESULTS[:-1]),
+    )
+)
+STEP_FORWARD = Operator("kda_step", StepProblem, INPUTS[:-1], RESULTS[:-1])
+STEP_OUT, VERIFY = (
+    Operator(name, StepProblem, (*INPUTS[:-1], *POOL, *SPECULATIVE, *GIVEN), RESULTS[:-1], writes)
+    for name, writes in (("kda_step_out", WRITTEN), ("kda_verify", ("out", "intermediate_states")))
+)
+COMMIT_STATES = Operator("kda_commit", CommitProblem, COMMIT_ROLES, (), ("state_pool",))
+COMMIT_RECORDS = Operator("kda_commit_records", CommitProblem, COMMIT_ROLES, (), ("state_pool", "intermediate_states"))
+BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WyProblem, WY_ROLES, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
+NORM = Operator("gated_rms_norm", NormProblem, NORM_ROLES, ("o",))
+CONVOLUTION = Operator("short_convolution", ConvolutionProblem, CONVOLUTION_ROLES, RESULTS[:-1])
 FUSED_DECODE, FUSED_VERIFY = (
-    Operator(name, FUSED_FAMILY, FUSED_ROLES, ("o",), writes=("conv_state", own, "out"))
+    Operator(name, FusedProblem, FUSED_ROLES, ("o",), ("conv_state", own, "out"))
     for name, own in (("fused_kda_decode", "state_pool"), ("fused_kda_verify", "intermediate_states"))
 )
 
@@ -154,15 +139,15 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
     """The one that declares what the call writes."""
     given = t.present()
     writes = any(role in given for role in (*WRITTEN, "checkpoint_states", "source_pool"))
-    if isinstance(problem, families.CommitProblem):
+    if isinstance(problem, CommitProblem):
         return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
-    if isinstance(t, families.FusedTensors):
-        return FUSED_DECODE if t.intermediate_states is None else FUSED_VERIFY
-    if isinstance(problem, families.StepProblem):
+    if isinstance(problem, FusedProblem):
+        return FUSED_DECODE if "intermediate_states" not in given else FUSED_VERIFY
+    if isinstance(problem, StepProblem):
         return VERIFY if not problem.update_state else STEP_OUT if writes else STEP_FORWARD
-    if isinstance(problem, families.ChunkProblem):
+    if isinstance(problem, ChunkProblem):
         return BACKWARD_WY if problem.operation == "wy" else FORWARD_OUT if writes else FORWARD
-    if isinstance(problem, families.NormProblem):
+    if isinstance(problem, NormProblem):
         return NORM
     return CONVOLUTION_OUT if writes else CONVOLUTION
 
@@ -170,7 +155,7 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
 def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
     """The results by name."""
     if problem.operation == "prefill":
-        assert isinstance(problem, families.ChunkProblem) and isinstance(t, families.ChunkTensors)
+        assert isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors)
         shape = (problem.B // problem.heads, problem.heads)
         rows = [x.unflatten(0, shape).squeeze(3) for x in (t.q, t.k, t.v, t.g, t.beta)]
         options = dict(scale=problem.scale, gate=problem.gate, precision=problem.precision, backend=backend)
@@ -195,13 +180,9 @@ class Gradients:
         self.roles = tuple(role for role in forward.roles if role not in ("cu_seqlens", "border"))
         incoming = ", ".join(("Tensor grad_o", "Tensor grad_final")[: self.incoming])
         returns = ", ".join(f"Tensor d{role}" for role in self.roles)
-        qualified = f"flashdelta::{name}"
-        torch.library.define(qualified, f"({incoming}, {forward.schema}) -> ({returns})")
-        torch.library.impl(qualified, "default")(self.implement)
-        torch.library.register_fake(qualified)(self.pretend)
-        self.call = getattr(torch.ops.flashdelta, name)
+        self.call = registered(name, f"({incoming}, {forward.schema}) -> ({returns})", self.implement, self.pretend)
         torch.library.register_autograd(f"flashdelta::{forward.name}", self.differentiate, setup_context=_save_inputs)
-        torch.library.register_autograd(qualified, refuse_second)
+        torch.library.register_autograd(f"flashdelta::{name}", refuse_second)
 
     def implement(self, *arguments: Any) -> tuple[Tensor, ...]:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
@@ -230,11 +211,7 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 GRADIENTS = {
-    forward.name: Gradients(name, forward)
-    for name, forward in (
-        ("kda_backward", FORWARD),
-        ("gated_rms_norm_backward", NORM),
-        ("short_convolution_backward", CONVOLUTION),
-    )
+    forward.name: Gradients(f"{forward.name.removesuffix('_forward')}_backward", forward)
+    for forward in (FORWARD, NORM, CONVOLUTION)
 }
 """Gradients by the name of the operator."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..problem.errors import mistyped, wrong
+from ..problem.errors import mistyped, rule
 from ..problem.operations import INTERVAL_UNIT
 from ..problem.problem import PARAMETRIC_GATES, GateName, record_width
 from .call import CALLS, check, public_call
@@ -103,7 +103,9 @@ def warmup(
         ValueError, TypeError: as `op` itself would; no values for an argument to take; or a device that is not there (on a
             machine without a GPU, where nothing can be compiled, the default).
     """
-    kind = _kind(op)
+    kind: str = public_call(op).operation.name
+    wanted = "chunk_kda, fused_recurrent_kda, recurrent_kda or fused_kda_decode"
+    rule("op", kind in ("chunk", "recurrent", *DRAFTED), wanted, op.__name__)
     device = find_device(device)
     dtypes = {
         "dtype": dtype,
@@ -120,8 +122,7 @@ def warmup(
             raise mistyped(name, x, "a torch.dtype")
     gated = gate in PARAMETRIC_GATES
     calls = Calls(kind, dtypes, state_v_first, A_log=gated, dt_bias=gated and dt_bias, taps=conv_size)
-    flags = _values(_is_flag, "the values it may take, such as (False, True)")
-    pairs = _values(_is_pair, "pairs (K, V), such as [(128, 128)]")("head_dims", head_dims)
+    pairs = _values("head_dims", head_dims, _is_pair, "pairs (K, V), such as [(128, 128)]")
     own = [*itertools.product(flags("initial_state", initial_state), flags("output_final_state", output_final_state))]
     given = flags("final_state", final_state)  # which matters only where a final state is asked for
     plain = [(*x, is_given) for x in own for is_given in (given if x[1] else [False])]
@@ -144,7 +145,8 @@ def warmup(
         for call in calls.of_sizes(K, V, is_packed, buffer, **way):
             _compile(op, call | options, device)
             if kind == "decode" and "intermediate_states" in call:
-                _compile(_commit(), calls.commit(call) | {"state_v_first": state_v_first, "backend": backend}, device)
+                commit = next(function for function, call in CALLS.items() if call.kind == "commit")
+                _compile(commit, calls.commit(call) | {"state_v_first": state_v_first, "backend": backend}, device)
     return len(kinds)
 
 
@@ -161,32 +163,16 @@ def _compile(op: Callable, call: dict[str, Any], device: torch.device) -> None:
                 launch.compile()
 
 
-def _commit() -> Callable:
-    return next(function for function, call in CALLS.items() if call.operation.name == "commit")
+def _values(name: str, given: Any, fits: Callable[[Any], bool], wanted: str) -> list:
+    """Lists the values of an argument, all of which must fit."""
+    found = list(given) if isinstance(given, Iterable) else []
+    if not found or not all(map(fits, found)):
+        raise mistyped(name, given, wanted)
+    return found
 
 
-def _kind(op: Callable) -> str:
-    kind: str = public_call(op).operation.name
-    if kind not in ("chunk", "recurrent", *DRAFTED):
-        wanted = "chunk_kda, fused_recurrent_kda, recurrent_kda or fused_kda_decode"
-        raise wrong("op", op.__name__, wanted)
-    return kind
-
-
-def _values(fits: Callable[[Any], bool], wanted: str) -> Callable[[str, Any], list]:
-    """Returns a function that lists the values of an argument, all of which must fit."""
-
-    def values(name: str, given: Any) -> list:
-        found = list(given) if isinstance(given, Iterable) else []
-        if not found or not all(map(fits, found)):
-            raise mistyped(name, given, wanted)
-        return found
-
-    return values
-
-
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)
+def flags(name: str, given: Any) -> list:
+    return _values(name, given, lambda x: isinstance(x, bool), "the values it may take, such as (False, True)")
 
 
 def _is_pair(x: Any) -> bool:

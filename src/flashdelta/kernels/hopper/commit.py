@@ -25,7 +25,7 @@ from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.decode import commit_arguments
-from ..stages.launch import bind
+from ..stages.launch import Config, launch
 from .device.compat import barrier
 from .device.layouts import BV
 from .device.math import multiply
@@ -248,4 +248,4 @@ def commit(problem: CommitProblem, t: CommitTensors, arch: int, outputs: Outputs
     large = slices > 1 or (more and problem.state_dtype == torch.float32)
     cap = 168 if large else 128 if tokens == 8 else None
     ctas = problem.N * problem.HV * (problem.V // (slices * BV.value))
-    return [Launch(replay_kernel, ctas, *bind(replay_kernel, problem, t, own), 4, cap, overlaps=True)]
+    return [launch(replay_kernel, ctas, problem, t, own, Config(4, max_registers=cap), overlaps=True)]

@@ -25,7 +25,7 @@ from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.decode import DECODE_FEW, decode_states, step_arguments
-from ..stages.launch import bind
+from ..stages.launch import Config, launch
 from .device.compat import copy_async
 from .device.math import split_high_low
 from .device.portable import (
@@ -220,7 +220,6 @@ def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) ->
     first, past = prefetching_ctas(ctas, DECODE_AT_ONCE * sm_count(t.q.device))
     own = dict(
         **step_arguments(problem, t, states, outputs["o"]),
-        **dict(BV=BV, IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools, OVERLAP=True),
-        **dict(first_ahead=first, past_ahead=past),
+        **dict(BV=BV, IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools, first_ahead=first, past_ahead=past),
     )
-    return [Launch(decode_kernel, ctas, *bind(decode_kernel, problem, t, own), num_warps=1, overlaps=True)]
+    return [launch(decode_kernel, ctas, problem, t, own, Config(num_warps=1), overlaps=True)]

@@ -25,7 +25,7 @@ from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.fused_decode import fused_arguments
-from ..stages.launch import bind
+from ..stages.launch import Config, launch
 from .decode import fetch_to_cache, prefetch
 from .device.compat import barrier, copy_async
 from .device.portable import L2_EPS, LOG2E, at_token, everywhere, exact_beta, exact_log2_decay, locate, placed, sigmoid
@@ -315,5 +315,5 @@ def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs:
         return None
     registers, (first, past) = hopper_config(problem, sm_count(t.q.device))
     own = dict(fused_arguments(problem, t, outputs["o"]), first_ahead=first, past_ahead=past)
-    bound = bind(fused_decode_kernel, problem, t, own)
-    return [Launch(fused_decode_kernel, problem.N * problem.H, *bound, problem.V // 32, registers, overlaps=True)]
+    c = Config(problem.V // 32, max_registers=registers)
+    return [launch(fused_decode_kernel, problem.N * problem.H, problem, t, own, c, overlaps=True)]

@@ -364,8 +364,5 @@ def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads
     prefetch = problem.K == 128 and problem.g_dtype == torch.bfloat16
     own = dict(**parts.arguments(), **heads.arguments(), PREFETCH=prefetch)
     return Launch(
-        intra_kernel,
-        chunks(problem),
-        *bind_div8(intra_kernel, problem, t, own),
-        num_warps=4 * (problem.K // 64),
+        intra_kernel, chunks(problem), *bind_div8(intra_kernel, problem, t, own), num_warps=4 * (problem.K // 64)
     )

@@ -29,7 +29,7 @@ from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.scalars import SCALARS
 from ..stages.decode import decode_states, step_arguments
-from ..stages.launch import bind
+from ..stages.launch import Config, launch
 from .device.math import dot3, multiply, pick, store_parts
 from .device.portable import (
     AHEAD,
@@ -492,5 +492,5 @@ def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) ->
         **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
     )
     cap = max_registers(problem, tokens, sm_count(t.q.device))
-    bound = bind(verify_kernel, problem, t, own)
-    return [Launch(verify_kernel, problem.N * problem.HV, *bound, problem.V // 32, cap, overlaps=True)]
+    c = Config(problem.V // 32, max_registers=cap)
+    return [launch(verify_kernel, problem.N * problem.HV, problem, t, own, c, overlaps=True)]

@@ -158,34 +158,30 @@ def strided_copy(x: Tensor, to: Tensor) -> list[Launch]:
     ]
 
 
+def made_dense(
+    t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool]
+) -> tuple[T, dict[str, tuple[Tensor, Tensor]]]:
+    """Makes room for dense copies of tensors that do not fit. Returns the tensors with these in place, and by role those with
+    elements, each with its copy."""
+    given = {role: x for role in roles if (x := getattr(t, role, None)) is not None and not fits(x)}
+    dense = {role: t.memory.new(x.shape, x.dtype) for role, x in given.items()}
+    pairs = {role: (x, dense[role]) for role, x in given.items() if x.numel() > 0}
+    return replaced(t, **dense) if dense else t, pairs
+
+
 def laid_out(
     t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool] = Tensor.is_contiguous
 ) -> tuple[T, list[Launch]]:
     """Replaces tensors of any shape that do not fit by dense copies."""
-    dense: dict[str, Tensor] = {}
-    copies = []
-    for role in roles:
-        x = getattr(t, role, None)
-        if x is not None and not fits(x):
-            dense[role] = t.memory.new(x.shape, x.dtype)
-            copies += strided_copy(x, dense[role]) if x.numel() > 0 else []
-    return replaced(t, **dense) if dense else t, copies
+    t, pairs = made_dense(t, roles, fits)
+    return t, [launch for pair in pairs.values() for launch in strided_copy(*pair)]
 
 
 def read(t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> tuple[T, list[Launch]]:
     """Replaces tensors that do not fit by dense copies, those alike by one launch."""
-    alike: dict[tuple, dict[str, Tensor]] = {}
-    dense: dict[str, Tensor] = {}
-    copies = []
-    for role in roles:
-        x = getattr(t, role, None)
-        if x is not None and not fits(x):
-            dense[role] = t.memory.new(x.shape, x.dtype)
-            if x.numel() > 0:
-                alike.setdefault((x.dtype, *x.shape[:2], x.shape[3], is_by_token(x)), {})[role] = x
-    for found in alike.values():
-        names = [*found]
-        for first in range(0, len(names), AT_ONCE):
-            some = names[first : first + AT_ONCE]
-            copies.append(copy([found[role] for role in some], [dense[role] for role in some]))
-    return replaced(t, **dense) if dense else t, copies
+    t, pairs = made_dense(t, roles, fits)
+    alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+    for x, to in pairs.values():
+        alike.setdefault((x.dtype, *x.shape[:2], x.shape[3], is_by_token(x)), []).append((x, to))
+    parts = [found[i : i + AT_ONCE] for found in alike.values() for i in range(0, len(found), AT_ONCE)]
+    return t, [copy(*zip(*part)) for part in parts]

@@ -23,7 +23,7 @@ from ...program.launch import Launch
 from ...program.plan import Outputs
 from ...program.workspace import Slots
 from ..shared.scalars import SCALARS
-from .launch import bind
+from .launch import Config, launch
 
 SUM_ELEMENTS = tl.constexpr(16384)
 """Elements of the partial sums that a CTA loads at a time: few heads are few CTAs, which wait for memory."""
@@ -150,13 +150,11 @@ def finish(problem: ChunkProblem, t: ChunkTensors, heads: ByHead, outputs: Outpu
             chunk_slots=problem.B * problem.slots if problem.N > 0 else 0,
         )
         ctas = problem.HV * len(heads.parameters())
-        bound = bind(gate_sums_kernel, problem, t, own)
-        launches.append(Launch(gate_sums_kernel, ctas, *bound, num_warps=16))
+        launches.append(launch(gate_sums_kernel, ctas, problem, t, own, Config(num_warps=16)))
     rows, tokens = 16 if problem.group > 1 else 64, problem.B * problem.T
     ctas = -(-tokens // rows) * problem.H
     if ctas > 0 and (problem.group > 1 or problem.packed):
         grads = {f"grad_{name}": outputs[name] for name in ("q", "k", "g", "v", "beta")}
         own = dict(**grads, heads_q=heads.q, heads_k=heads.k, tokens=tokens, ROWS=rows)
-        bound = bind(finish_kernel, problem, t, own)
-        launches.append(Launch(finish_kernel, ctas, *bound, num_warps=4))
+        launches.append(launch(finish_kernel, ctas, problem, t, own))
     return launches

@@ -58,14 +58,20 @@ class StageCall:
 @dataclass(frozen=True)
 class Config:
     """The options of a launch, under the kernels' names: `BK` and `BV` are the key and value channels that a CTA holds at a
-    time, `STAGES` the slices or chunks in flight; `STREAM`: states need not stay in the L2 cache."""
+    time, `TILE` of them, or so many `TILES`, in registers; `STAGES` the slices or chunks in flight; `STREAM`: states need not
+    stay in the L2 cache. `max_registers`: of a thread, so that more CTAs fit on an SM."""
 
     num_warps: int
     BK: int = 0
     BV: int = 0
     STAGES: int = 1
     STREAM: bool = False
+    TILE: int = 0
+    TILES: int = 0
+    max_registers: int | None = None
 
+
+SMALL = Config(num_warps=4)
 
 FIELDS = {
     **dict(C="chunk_size", GATE="gate", BETA="beta_kind", L2NORM="l2norm", SAFE="safe_gate", V_FIRST="state_v_first"),
@@ -129,6 +135,21 @@ def bind(
     return tuple(arguments), constants
 
 
+def launch(
+    kernel: JITFunction,
+    ctas: int,
+    problem: Problem,
+    t: Tensors,
+    own: Mapping[str, object],
+    config: Any = SMALL,
+    overlaps: bool = False,
+) -> Launch:
+    """A launch with the arguments that `bind` finds, of which `config` has those that `own` has not. Kernels ask by `OVERLAP`
+    whether it overlaps the one before."""
+    bound = bind(kernel, problem, t, {**vars(config), "OVERLAP": overlaps, **own})
+    return Launch(kernel, ctas, *bound, config.num_warps, getattr(config, "max_registers", None), overlaps)
+
+
 DENSE = (
     *("A_log", "dt_bias", "bias", "norm_weight", "cu_seqlens", "has_initial_state", "checkpoint_offsets"),
     *("checkpoint_indices", "num_accepted_tokens", "dht"),
@@ -187,9 +208,6 @@ def layout(problem: ChunkProblem, segments: int = 0) -> dict[str, tuple[tuple[in
     operand, square = ((S, HV, C, K), problem.dtype), ((S, HV, C, C), problem.dtype)
     tiles = {"w": operand, "qg": operand, "kg": operand, "Akk_inv": square, "Aqk": square}
     return {**tiles, "decay": ((S, HV, K), torch.float32), **segment_layout(problem, segments)}
-
-
-TILES = ("w", "qg", "kg", "Akk_inv", "Aqk", "decay")
 
 
 def chunks(problem: ChunkProblem) -> int:

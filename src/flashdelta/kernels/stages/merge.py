@@ -22,7 +22,7 @@ from ..shared.mma import dot
 from ..shared.scalars import SCALARS
 from ..shared.sequences import crossing_packet, locate_sequence, own_work_tile
 from ..shared.states import load_state, named_slot, sequence_slot, state_offsets, store_state
-from .launch import StageCall, bind, state_arguments
+from .launch import StageCall, launch, state_arguments
 from .segments import compose_config
 
 
@@ -100,18 +100,16 @@ def store_ends_kernel(
         tl.store(pool + slot * pitch + head * SIZE + start + lane, x.to(pool.dtype.element_ty))
 
 
+def sizes(problem: ChunkProblem) -> dict[str, int]:
+    """Arguments of both kernels that go through states as rows."""
+    return dict(packets=problem.packets, SIZE=problem.K * problem.V, BLOCK=1024)
+
+
 def store_ends(call: StageCall, final_state: Tensor) -> Launch:
     problem, t = call.problem, call.t
     assert t.state_pool is not None
-    own = dict(states=final_state, pool=t.state_pool, pitch=t.state_pool.stride(0))
-    return Launch(
-        store_ends_kernel,
-        problem.N * problem.HV,
-        *bind(
-            store_ends_kernel, problem, t, dict(**own, packets=problem.packets, SIZE=problem.K * problem.V, BLOCK=1024)
-        ),
-        num_warps=4,
-    )
+    own = dict(states=final_state, pool=t.state_pool, pitch=t.state_pool.stride(0), **sizes(problem))
+    return launch(store_ends_kernel, problem.N * problem.HV, problem, t, own)
 
 
 def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Tensor) -> Launch:
@@ -121,19 +119,15 @@ def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Te
     offsets = packets[:, :, :, -problem.V :] if gradients is None else gradients
     c = compose_config(problem, call.arch)
     own = dict(
-        **dict(transitions=packets, offsets=offsets, merged=merged),
+        state_arguments(problem, t, None),
+        **dict(transitions=packets, offsets=offsets, merged=merged, packets=problem.packets),
         **dict(transition_pitch=packets.stride(2), offset_pitch=offsets.stride(2)),
-        **dict(OFFSETS_V_FIRST=problem.state_v_first or not backward, BACKWARD=int(backward), **vars(c)),
+        **dict(OFFSETS_V_FIRST=problem.state_v_first or not backward, BACKWARD=int(backward)),
     )
-    return Launch(
-        merge_kernel,
-        problem.N * problem.HV * (problem.V // c.BV),
-        *bind(merge_kernel, problem, t, {**state_arguments(problem, t, None), **own, "packets": problem.packets}),
-        c.num_warps,
-    )
+    return launch(merge_kernel, problem.N * problem.HV * (problem.V // c.BV), problem, t, own, c)
 
 
 def clear(problem: ChunkProblem, t: ChunkTensors, grad_initial: Tensor) -> Launch:
-    own = dict(grad_initial=grad_initial, packets=problem.packets, SIZE=problem.K * problem.V, BLOCK=1024)
+    own = dict(grad_initial=grad_initial, **sizes(problem))
     ctas = problem.packets * problem.HV if problem.N > 0 else 0
-    return Launch(clear_kernel, ctas, *bind(clear_kernel, problem, t, own), num_warps=4)
+    return launch(clear_kernel, ctas, problem, t, own)

@@ -18,7 +18,7 @@ from ..shared.mma import dot
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_work_tile
 from ..shared.states import load_state, sequence_slot, state_offsets
-from .launch import SHARED_MEMORY, Config, StageCall, bind, state_arguments
+from .launch import SHARED_MEMORY, Config, StageCall, launch, state_arguments
 
 MOST_SEGMENTS = tl.constexpr(128)
 """Segments of a planned sequence, or more."""
@@ -119,16 +119,10 @@ def compose(call: StageCall, final_state: Tensor | None, backward: bool = False)
     `call.t.initial_state`."""
     problem, t = call.problem, call.t
     c = compose_config(problem, call.arch)
-    overlaps = call.arch >= 90
     segments = call.left("transitions", "offsets", "starts", "forgets", "first_segment")
-    own = dict(vars(c), BACKWARD=int(backward), OVERLAP=overlaps)
-    return Launch(
-        compose_kernel,
-        problem.N * problem.HV * (problem.V // c.BV),
-        *bind(compose_kernel, problem, t, {**segments, **state_arguments(problem, t, final_state), **own}),
-        c.num_warps,
-        overlaps=overlaps,
-    )
+    own = dict(**segments, **state_arguments(problem, t, final_state), BACKWARD=int(backward))
+    ctas = problem.N * problem.HV * (problem.V // c.BV)
+    return launch(compose_kernel, ctas, problem, t, own, c, overlaps=call.arch >= 90)
 
 
 def transition_arguments(t: ChunkTensors, where: dict[str, Any]) -> dict[str, Any]:

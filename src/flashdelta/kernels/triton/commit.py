@@ -27,7 +27,7 @@ from ..shared.records import COUNTS, load_record, record_counts, record_width
 from ..shared.scalars import SCALARS
 from ..shared.states import slot_and_row, state_offsets
 from ..stages.decode import commit_arguments
-from ..stages.launch import Config, bind
+from ..stages.launch import Config, launch
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -107,10 +107,9 @@ def replay_config(problem: CommitProblem) -> Config:
 def commit(problem: CommitProblem, t: CommitTensors, arch: int, outputs: Outputs) -> list[Launch]:
     own = commit_arguments(problem, t)
     if problem.has_records:
-        c, overlaps = replay_config(problem), arch >= 90
+        c = replay_config(problem)
         ctas = problem.N * problem.HV * (problem.V // c.BV)
-        bound = bind(replay_kernel, problem, t, dict(own | vars(c), OVERLAP=overlaps))
-        return [Launch(replay_kernel, ctas, *bound, c.num_warps, overlaps=overlaps)]
+        return [launch(replay_kernel, ctas, problem, t, own, c, overlaps=arch >= 90)]
     size = problem.HV * problem.V * problem.K
-    bound = bind(commit_kernel, problem, t, dict(**own, size=size, BLOCK=COMMIT_BLOCK))
-    return [Launch(commit_kernel, problem.N * -(-size // COMMIT_BLOCK), *bound, num_warps=4)]
+    own |= dict(size=size, BLOCK=COMMIT_BLOCK)
+    return [launch(commit_kernel, problem.N * -(-size // COMMIT_BLOCK), problem, t, own)]

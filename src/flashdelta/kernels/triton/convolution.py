@@ -31,7 +31,7 @@ from ..shared.gates import quick_sigmoid
 from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, locate_sequence, rows_before, sequence_bounds
 from ..shared.states import everywhere, sequence_slot
-from ..stages.launch import bind
+from ..stages.launch import launch
 from .sums import sums
 
 
@@ -493,7 +493,7 @@ class ConvolutionConfig:
     BD: int
     num_warps: int
     AHEAD: int
-    max_registers: int
+    max_registers: int | None
     GROUPS: int = 1
 
 
@@ -527,22 +527,20 @@ MOST_AT_ONCE = 256
 """Tokens of a group, if one tile has all tokens."""
 
 
-def convolution_config(
-    problem: ConvolutionProblem, device: torch.device, backward: bool = False, threads: ThreadConfig | None = None
-) -> ConvolutionConfig:
+def convolution_config(problem: ConvolutionProblem, device: torch.device, backward: bool = False) -> ConvolutionConfig:
     """Chooses sizes. Tiles of the backward pass are as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group
     at most."""
     whole = triton.next_power_of_2(problem.D)
     if not backward:
-        threads = threads or FORWARD
+        threads = FORWARD
         BD = max(32, min(threads.warps * threads.channels(problem), whole))
         warps = max(1, BD // threads.channels(problem))
         return ConvolutionConfig(threads.ahead, BD, warps, threads.ahead, threads.max_registers)
     stated = problem.has_initial_state or problem.output_final_state
-    single = one_tile(problem, device, threads or (BACKWARD if stated else SINGLE_TILE))
+    single = one_tile(problem, device, BACKWARD if stated else SINGLE_TILE)
     if single is not None:
         return single
-    threads = threads or BACKWARD
+    threads = BACKWARD
     wave, tokens = sm_count(device) * threads.ctas, problem.B * problem.T
     narrowest = NARROWEST // problem.dtype.itemsize
     BD = max(narrowest, min(4 * narrowest, whole))
@@ -576,13 +574,7 @@ def token_tiles(problem: ConvolutionProblem, c: ConvolutionConfig) -> tuple[int,
     return one, problem.B * one
 
 
-def arguments(
-    problem: ConvolutionProblem,
-    t: ConvolutionTensors,
-    c: ConvolutionConfig,
-    arch: int,
-    states: dict[str, Tensor | None],
-) -> dict[str, Any]:
+def arguments(problem: ConvolutionProblem, c: ConvolutionConfig, states: dict[str, Tensor | None]) -> dict[str, Any]:
     """Arguments that the kernels take under other names than the call's. `states`: an empty tensor stands for one that is not
     there."""
     absent = torch.empty((0, 0, 0), dtype=problem.state_dtype, device="meta")
@@ -592,9 +584,8 @@ def arguments(
     }
     one, tiles = token_tiles(problem, c)
     return dict(
-        **dict(found | channels, slots=problem.pool_slots),
-        **dict(vars(c), ctas=tiles * -(-problem.D // c.BD), token_tiles=one),
-        **dict(SILU=problem.activation == "silu", OVERLAP=arch >= 90),
+        **dict(found | channels, slots=problem.pool_slots, SILU=problem.activation == "silu"),
+        **dict(ctas=tiles * -(-problem.D // c.BD), token_tiles=one),
     )
 
 
@@ -603,13 +594,12 @@ def short_convolution(problem: ConvolutionProblem, t: ConvolutionTensors, arch: 
     if t.state_pool is not None:
         initial = final = t.state_pool
     c = convolution_config(problem, t.device)
-    own = arguments(problem, t, c, arch, dict(initial=initial, final=final))
+    own = arguments(problem, c, dict(initial=initial, final=final))
     own |= dict(o=outputs["o"], has_initial=problem.has_initial_state, has_final=final is not None)
-    bound = bind(convolution_kernel, problem, t, own)
     return [
         # first, as the next launch may store over the states that both read
         *checkpoint_launches(problem, t, own, c),
-        Launch(convolution_kernel, own["ctas"], *bound, c.num_warps, c.max_registers, arch >= 90),
+        launch(convolution_kernel, own["ctas"], problem, t, own, c, overlaps=arch >= 90),
     ]
 
 
@@ -624,8 +614,8 @@ def checkpoint_launches(
         one, marks = token_tiles(problem, replace(c, BT=every))
     strides = dict(zip(("states_row", "states_channel", "states_input"), buffer.stride()))
     own = dict(own, **strides, checkpoint_rows=buffer.shape[0], token_tiles=one, EVERY=every)
-    bound = bind(convolution_checkpoints_kernel, problem, t, own)
-    yield Launch(convolution_checkpoints_kernel, marks * -(-problem.D // c.BD), *bound, c.num_warps)
+    c = replace(c, max_registers=None)
+    yield launch(convolution_checkpoints_kernel, marks * -(-problem.D // c.BD), problem, t, own, c)
 
 
 def backward(problem: ConvolutionProblem, t: ConvolutionTensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
@@ -646,18 +636,11 @@ def backward(problem: ConvolutionProblem, t: ConvolutionTensors, arch: int, outp
     partials = None if tiles == 1 else t.memory.new((tiles, columns, problem.D), torch.float32)
     grad_weight, grad_bias = (dweight, dbias) if partials is None else (None, None)
     own = dict(
-        **arguments(problem, t, c, arch, dict(initial=t.initial_state, grad_final=dht, grad_initial=dh0)),
+        **arguments(problem, c, dict(initial=t.initial_state, grad_final=dht, grad_initial=dh0)),
         **dict(dx=dx, partials=partials, grad_weight=grad_weight, grad_bias=grad_bias),
         **dict(has_initial=dh0 is not None, has_final=dht is not None),
         EXCHANGE=tiles == 1 and dh0 is None and dht is None and not problem.packed and c.AHEAD * c.GROUPS <= problem.T,
     )
-    yield Launch(
-        convolution_backward_kernel,
-        own["ctas"],
-        *bind(convolution_backward_kernel, problem, t, own),
-        c.num_warps,
-        c.max_registers,
-        arch >= 90,
-    )
+    yield launch(convolution_backward_kernel, own["ctas"], problem, t, own, c, overlaps=arch >= 90)
     if partials is not None:
         yield sums(partials, dweight, dbias, arch >= 90)

@@ -35,7 +35,7 @@ from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets, target_slot
 from ..stages.decode import DECODE_FEW, DecodeStates, decode_states, step_arguments
-from ..stages.launch import Config, bind
+from ..stages.launch import Config, launch
 
 CHANNELS_A_THREAD = tl.constexpr(4)
 """Adjacent value channels of a thread where states lie K first, in bf16 too. With 8 fewer threads lie along V and more along K,
@@ -224,15 +224,11 @@ def _channels(problem: StepProblem, elements: int) -> int:
 
 def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
-    c, overlaps = decode_config(problem, arch), arch >= 90
+    c = decode_config(problem, arch)
     states = decode_states(problem, t, outputs.get("final_state"))
-    own = dict(
-        **step_arguments(problem, t, states, outputs["o"]),
-        **decode_kinds(problem, states),
-        **dict(vars(c), OVERLAP=overlaps),
-    )
+    own = dict(**step_arguments(problem, t, states, outputs["o"]), **decode_kinds(problem, states))
     ctas = problem.N * problem.HV * (problem.V // c.BV)
-    return [Launch(decode_kernel, ctas, *bind(decode_kernel, problem, t, own), c.num_warps, overlaps=overlaps)]
+    return [launch(decode_kernel, ctas, problem, t, own, c, overlaps=arch >= 90)]
 
 
 def decode_kinds(problem: StepProblem, states: DecodeStates) -> dict[str, object]:

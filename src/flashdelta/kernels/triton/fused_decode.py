@@ -17,8 +17,6 @@ gate are computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -35,7 +33,7 @@ from ..shared.scalars import SCALARS
 from ..shared.sequences import end_of_few, own_work_tile
 from ..shared.states import everywhere, last_accepted, named_slot, placed, start_slot, state_offsets, target_slot
 from ..stages.fused_decode import fused_arguments
-from ..stages.launch import bind
+from ..stages.launch import Config, launch
 from .decode import factors, load_tile, record, step, store_tile
 
 
@@ -326,16 +324,6 @@ def fused_decode_kernel(
                 roll(inputs_k, to_k, from_k, length, k_token, conv_place, live, K, W)
 
 
-@dataclass(frozen=True)
-class FusedConfig:
-    """`TILES` of a state; `STREAM`: states need not stay in the L2 cache. `max_registers`: of a thread."""
-
-    num_warps: int
-    TILES: int
-    STREAM: bool
-    max_registers: int
-
-
 FEW = 256
 """States up to which they stay in the L2 cache, as in `decode`."""
 
@@ -344,7 +332,7 @@ ONE_WAVE = 396
 """CTAs of four warps with 168 registers a thread that an H100 or H200 holds at the same time, three an SM."""
 
 
-def fused_config(problem: FusedProblem, arch: int) -> FusedConfig:
+def fused_config(problem: FusedProblem, arch: int) -> Config:
     """Gives each channel a thread: rows of q, k, v and their windows are read once, and it has up to 128 elements of a
     state. Two threads share a channel for one token, in chains half as long; but where states in bfloat16 come in more than
     one wave, three CTAs of four warps an SM have more of them in flight."""
@@ -352,19 +340,17 @@ def fused_config(problem: FusedProblem, arch: int) -> FusedConfig:
     single = problem.T == 1 and not problem.packed
     warps = max(1, min(problem.K, problem.V) // 32)
     if single and problem.state_dtype == torch.bfloat16 and problem.N * problem.H > ONE_WAVE:
-        return FusedConfig(warps, 4, many, 168)
+        return Config(warps, TILES=4, STREAM=many, max_registers=168)
     if single and problem.group == 1 and warps == 4:
-        return FusedConfig(2 * warps, 8, many, 128)
-    return FusedConfig(warps, 4, many, 255)
+        return Config(2 * warps, TILES=8, STREAM=many, max_registers=128)
+    return Config(warps, TILES=4, STREAM=many, max_registers=255)
 
 
 def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch]:
-    c, overlaps = fused_config(problem, arch), arch >= 90
     own = dict(
         **fused_arguments(problem, t, outputs["o"]),
         SINGLE=problem.T == 1 and not problem.packed,
         EACH=3 if problem.has_records else int(problem.stores_each_state),
-        **dict(vars(c), OVERLAP=overlaps),
     )
-    bound = bind(fused_decode_kernel, problem, t, own)
-    return [Launch(fused_decode_kernel, problem.N * problem.H, *bound, c.num_warps, c.max_registers, overlaps)]
+    c = fused_config(problem, arch)
+    return [launch(fused_decode_kernel, problem.N * problem.H, problem, t, own, c, overlaps=arch >= 90)]

@@ -28,7 +28,7 @@ from ..shared.norms import norm_factors_at
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
 from ..stages.finish import ByHead
-from ..stages.launch import Config, backward_precision, bind, chunks, safe_blocks
+from ..stages.launch import Config, backward_precision, chunks, launch, safe_blocks
 from ..stages.wy import Parts
 from .decays import chunk_decays, sums
 from .sub_chunks import SUB, boundary_matrix, pair_mask
@@ -209,11 +209,9 @@ def intra_config(problem: ChunkProblem, capability: int) -> Config:
 
 
 def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
-    c = intra_config(problem, arch)
     own = dict(
         **parts.arguments(),
         **heads.arguments(),
-        **vars(c),
         **dict(grad_Akk=parts.grad_A, SAFE=safe_blocks(problem), PRECISION=backward_precision(problem, arch)),
     )
-    return Launch(intra_kernel, chunks(problem), *bind(intra_kernel, problem, t, own), c.num_warps)
+    return launch(intra_kernel, chunks(problem), problem, t, own, intra_config(problem, arch))

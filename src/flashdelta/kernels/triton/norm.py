@@ -23,7 +23,7 @@ from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import quick_sigmoid
 from ..shared.scalars import SCALARS
-from ..stages.launch import bind
+from ..stages.launch import launch
 from .sums import sums
 
 
@@ -155,8 +155,8 @@ class ThreadConfig:
 FORWARD, BACKWARD = ThreadConfig(2048, 8), ThreadConfig(2048, 4, 3)
 
 
-def norm_config(problem: NormProblem, backward: bool = False, threads: ThreadConfig | None = None) -> NormConfig:
-    threads = threads or (BACKWARD if backward else FORWARD)
+def norm_config(problem: NormProblem, backward: bool = False) -> NormConfig:
+    threads = BACKWARD if backward else FORWARD
     BV = max(16, triton.next_power_of_2(problem.V))
     return NormConfig(BV, max(1, threads.elements // BV), max(threads.warps, min(BV // 256, 16)), threads.ctas)
 
@@ -166,32 +166,29 @@ def row_layout(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, x.dim() - 4)
 
 
-def arguments(problem: NormProblem, t: NormTensors, c: NormConfig, arch: int) -> dict[str, Any]:
+def arguments(problem: NormProblem, t: NormTensors) -> dict[str, Any]:
     """Arguments that both kernels take under other names than the call's, or as rows."""
-    x, activation = row_layout(t.x), dict(SIGMOID=problem.activation == "sigmoid", OVERLAP=arch >= 90)
+    x = row_layout(t.x)
     sizes = dict(rows=x.shape[:3].numel(), T=max(x.shape[1], 1), H=max(x.shape[2], 1))
-    return dict(x=x, z=row_layout(t.z), **sizes, **vars(c), **activation)
+    return dict(x=x, z=row_layout(t.z), **sizes, SIGMOID=problem.activation == "sigmoid")
 
 
 def gated_rms_norm(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> list[Launch]:
     c = norm_config(problem)
-    own = dict(arguments(problem, t, c, arch), o=outputs["o"])
-    bound = bind(norm_kernel, problem, t, own)
-    return [Launch(norm_kernel, -(-own["rows"] // c.ROWS), *bound, c.num_warps, overlaps=arch >= 90)]
+    own = dict(arguments(problem, t), o=outputs["o"])
+    return [launch(norm_kernel, -(-own["rows"] // c.ROWS), problem, t, own, c, overlaps=arch >= 90)]
 
 
 def backward(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
     c, overlaps = norm_config(problem, backward=True), arch >= 90
-    own = arguments(problem, t, c, arch)
+    own = arguments(problem, t)
     tiles = -(-own["rows"] // c.ROWS)
     partials = t.memory.new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32)
     dtypes = {"x": problem.dtype, "z": problem.output_dtype}
     outputs |= {role: t.memory.new(problem.shape, dtype) for role, dtype in dtypes.items()}
     grads = {f"d{role}": outputs[role] for role in dtypes}
     own |= dict(**grads, do=row_layout(t.do), partials=partials, tile_count=tiles)
-    bound = bind(norm_backward_kernel, problem, t, own)
-    ctas = partials.shape[0]
-    yield Launch(norm_backward_kernel, ctas, *bound, c.num_warps, overlaps=overlaps)
+    yield launch(norm_backward_kernel, partials.shape[0], problem, t, own, c, overlaps)
     outputs["weight"] = dweight = t.memory.new(t.weight.shape, t.weight.dtype)
     yield sums(partials, dweight, None, overlaps)

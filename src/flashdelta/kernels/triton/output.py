@@ -20,7 +20,7 @@ from ...program.launch import Launch
 from ..shared.mma import dot
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.launch import Config, StageCall, bind, precision
+from ..stages.launch import Config, StageCall, launch, precision
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -62,7 +62,6 @@ def output(call: StageCall, o: Tensor) -> Launch:
     """`o` holds `v_new`."""
     problem = call.problem
     c = output_config(problem, call.arch)
-    own = dict(call.left("qg", "Aqk", "h"), o=o, **vars(c), PRECISION=precision(problem))
+    own = dict(call.left("qg", "Aqk", "h"), o=o, PRECISION=precision(problem))
     ctas = problem.B * problem.slots * problem.HV * (problem.V // c.BV)
-    bound = bind(output_kernel, problem, call.t, own)
-    return Launch(output_kernel, ctas, *bound, c.num_warps)
+    return launch(output_kernel, ctas, problem, call.t, own, c)

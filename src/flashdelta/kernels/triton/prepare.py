@@ -38,7 +38,7 @@ from ..shared.mma import apply_weights, dot
 from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.launch import Config, StageCall, bind, chunks, precision, safe_blocks
+from ..stages.launch import Config, StageCall, chunks, launch, precision, safe_blocks
 from .decays import split_decay, sums
 from .prepare_bounded import prepare_bounded_kernel
 from .sub_chunks import SUB, SUB_LEVELS, forward_substitution
@@ -344,13 +344,11 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = N
     """`Akk_inv`: receives the inverses in float32, or by token, for the backward pass. With `u`, that is left instead of the
     workspace's `Akk_inv`, which then has none."""
     problem = call.problem
-    c = prepare_config(problem, call.arch)
     kernel = prepare_bounded_kernel if bounded(problem) else prepare_kernel
     own = dict(
         **call.left("w", "qg", "kg", "Aqk", "decay"),
         **dict(inverse=call.workspace.get("Akk_inv"), Akk_inv=Akk_inv, u=u),
-        **dict(vars(c), PRECISION=precision(problem)),
+        PRECISION=precision(problem),
         **({"v": None} if u is None else {}),
     )
-    bound = bind(kernel, problem, call.t, own)
-    return Launch(kernel, chunks(problem), *bound, c.num_warps)
+    return launch(kernel, chunks(problem), problem, call.t, own, prepare_config(problem, call.arch))

@@ -39,8 +39,8 @@ from ..stages.launch import (
     SHARED_MEMORY,
     Config,
     StageCall,
-    bind,
     checkpoint_arguments,
+    launch,
     packet_arguments,
     precision,
     state_arguments,
@@ -306,7 +306,7 @@ def recurrence(
         **call.left("w", "qg", "kg", "Aqk", "decay", "first_segment", "starts"),
         **dict(inverse=inverse, v=v, o=o, h=h, v_new=v_new, u=u),
         **dict(checkpoint_arguments(problem, t) | packet_arguments(call) | state_arguments(problem, t, final_state)),
-        **dict(vars(c), PRECISION=precision(problem)),
+        PRECISION=precision(problem),
     )
     ctas = (problem.N if starts is None else starts.shape[0]) * problem.HV * (problem.V // c.BV)
-    return Launch(recurrence_kernel, ctas, *bind(recurrence_kernel, problem, t, own), c.num_warps)
+    return launch(recurrence_kernel, ctas, problem, t, own, c)

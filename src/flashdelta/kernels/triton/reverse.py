@@ -28,7 +28,7 @@ from ..shared.segments import place_segment, segment_of
 from ..shared.sequences import crossing_packet, own_work_tile
 from ..shared.states import load_state, state_offsets, store_state
 from ..stages.backward_pass import Kept, Scanned, reverse_arguments
-from ..stages.launch import bind, precision
+from ..stages.launch import launch, precision
 from .recurrence import recurrence_config
 
 
@@ -139,10 +139,6 @@ def reverse(
     own = reverse_arguments(problem, t, kept, scanned, dht, dh0, packet)
     ends = own["ends"]
     tiles = {x: kept.workspace.get(x) for x in ("w", "qg", "kg", "Aqk", "decay")}
-    own = dict(**own, **tiles, **vars(c), PRECISION=precision(problem))
-    return Launch(
-        reverse_kernel,
-        (problem.N if ends is None else ends.shape[0]) * problem.HV * (problem.V // c.BV),
-        *bind(reverse_kernel, problem, t, own),
-        c.num_warps,
-    )
+    own = dict(**own, **tiles, PRECISION=precision(problem))
+    ctas = (problem.N if ends is None else ends.shape[0]) * problem.HV * (problem.V // c.BV)
+    return launch(reverse_kernel, ctas, problem, t, own, c)

@@ -31,7 +31,7 @@ from ..shared.segments import (
 )
 from ..shared.sequences import span_count, span_extent
 from ..shared.states import load_state, sequence_slot, state_offsets
-from ..stages.launch import StageCall, bind, precision, state_arguments
+from ..stages.launch import StageCall, launch, precision, state_arguments
 from ..stages.segments import compose, transition_arguments
 from .recurrence import recurrence_config
 
@@ -163,7 +163,7 @@ def transitions_width(problem: ChunkProblem, capability: int) -> int:
 
 def plan(call: StageCall, room: int) -> Launch:
     own = dict(call.left("first_segment"), room=room, **vars(SPLIT_COSTS), BLOCK=128)
-    return Launch(plan_kernel, 1, *bind(plan_kernel, call.problem, call.t, own), num_warps=4)
+    return launch(plan_kernel, 1, call.problem, call.t, own)
 
 
 def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> Launch:
@@ -184,14 +184,9 @@ def _transitions(call: StageCall, segments: int, where: dict[str, Any], final_st
         **dict(call.left("w", "kg", "decay"), inverse=call.workspace["Akk_inv"]),
         **transition_arguments(t, where),
         **state_arguments(problem, t, final_state),
-        **dict(vars(c), BV=BV, PRECISION=precision(problem)),
+        **dict(BV=BV, PRECISION=precision(problem)),
     )
-    return Launch(
-        transitions_kernel,
-        segments * problem.HV * ((problem.K + problem.V) // BV),
-        *bind(transitions_kernel, problem, t, own),
-        c.num_warps,
-    )
+    return launch(transitions_kernel, segments * problem.HV * ((problem.K + problem.V) // BV), problem, t, own, c)
 
 
 def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:

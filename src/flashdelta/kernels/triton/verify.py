@@ -28,8 +28,6 @@ A 17th token is no part of the system, which a tile of 16 tokens holds: it is a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -48,7 +46,7 @@ from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets
 from ..stages.decode import decode_states, step_arguments
-from ..stages.launch import bind
+from ..stages.launch import Config, launch
 from .sub_chunks import pair_mask
 
 
@@ -330,37 +328,26 @@ def verify_kernel(
             tl.store(record_values(records, K) + in_record, of_last, mask=recorded)
 
 
-@dataclass(frozen=True)
-class VerifyConfig:
-    """`BV`: value channels a CTA, `TILE` of them at a time. `max_registers`: of a thread, so that more CTAs fit on an SM."""
-
-    BV: int
-    TILE: int
-    num_warps: int
-    max_registers: int | None
-
-
-def verify_config(problem: StepProblem) -> VerifyConfig:
+def verify_config(problem: StepProblem) -> Config:
     """A head's whole state, 32 KB at a time, as A, B and the inverse are the same for all of it. Of at most 8 tokens, three or
     four of these CTAs fit on an SM of Hopper."""
     wide = problem.state_dtype == torch.float32
     tile = min(problem.V, max(1, (8192 if wide else 16384) // problem.K))
     fits = problem.most_tokens <= 8 and problem.K <= 128
     cap = (168 if wide else 128) if fits else None
-    return VerifyConfig(min(problem.V, 2 * tile), tile, num_warps=4 if problem.K <= 128 else 8, max_registers=cap)
+    return Config(4 if problem.K <= 128 else 8, BV=min(problem.V, 2 * tile), TILE=tile, max_registers=cap)
 
 
 def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Speculative tokens into a replay buffer."""
-    c, overlaps = verify_config(problem), arch >= 90
+    c = verify_config(problem)
     states = decode_states(problem, t, None)
     tokens = 8 if problem.most_tokens <= 8 else 16
     own = dict(
         **step_arguments(problem, t, states, outputs["o"]),
         **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
-        **dict(vars(c), SPLIT=max(1, min(c.num_warps, problem.K // 16)), OVERLAP=overlaps),
+        SPLIT=max(1, min(c.num_warps, problem.K // 16)),
         MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
     )
     ctas = problem.N * problem.HV * (problem.V // c.BV)
-    bound = bind(verify_kernel, problem, t, own)
-    return [Launch(verify_kernel, ctas, *bound, c.num_warps, max_registers=c.max_registers, overlaps=overlaps)]
+    return [launch(verify_kernel, ctas, problem, t, own, c, overlaps=arch >= 90)]

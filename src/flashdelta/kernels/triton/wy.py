@@ -31,7 +31,7 @@ from ..shared.products import summand
 from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
 from ..shared.states import state_offsets
-from ..stages.launch import Config, backward_precision, bind, chunks
+from ..stages.launch import Config, backward_precision, chunks, launch
 from ..stages.wy import Parts, WyOperands, wy_results
 from .decays import chunk_decays, sums
 
@@ -314,9 +314,8 @@ def wy_config(problem: ChunkProblem, capability: int) -> Config:
 
 
 def wy_launch(problem: ChunkProblem, arch: int, x: WyOperands, own: dict[str, object]) -> Launch:
-    c = wy_config(problem, arch)
-    own = dict(**x.arguments(), **own, **vars(c), PRECISION=backward_precision(problem, arch))
-    return Launch(wy_kernel, chunks(problem), *bind(wy_kernel, problem, Tensors(), own), c.num_warps)
+    own = dict(**x.arguments(), **own, PRECISION=backward_precision(problem, arch))
+    return launch(wy_kernel, chunks(problem), problem, Tensors(), own, wy_config(problem, arch))
 
 
 def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-INSTALL = {
-    **dict.fromkeys(("typer", "rich", "safetensors", "numpy"), "'flashdelta[cli]'"),
-    "triton": "triton",
-}
+INSTALL = {**dict.fromkeys(("typer", "rich", "safetensors", "numpy"), "'flashdelta[cli]'"), "triton": "triton"}
 """Packages that a command may lack, and what pip is asked for."""
 
 

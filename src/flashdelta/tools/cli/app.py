@@ -32,11 +32,7 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    name="flashdelta",
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
+    name="flashdelta", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False
 )
 
 
