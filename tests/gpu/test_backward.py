@@ -23,7 +23,16 @@ from ..support.gradients import (
     same_gradients,
 )
 from ..support.oracle import NO_H, poisoned_memory
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, on_gpu, requested_bytes
+from .calls import (
+    CALLS_TO_A_REPLAY,
+    KIMI,
+    UNBOUNDED,
+    case_and_dtype,
+    gpu_call,
+    in_turn,
+    on_gpu,
+    requested_bytes,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -32,22 +41,26 @@ CASES = [
     replace(KIMI, name="kimi", lengths=LENGTHS, state=FP32),
     replace(UNBOUNDED, name="unbounded", lengths=LENGTHS, state=FP32, v_first=True),
     replace(KIMI, name="grouped", H=2, HV=6, T=130),
-    replace(UNBOUNDED, name="rows", B=2, T=130),
-    replace(KIMI, name="small_heads", K=64, V=64, T=130),
+    replace(UNBOUNDED, name="rows", B=2, T=130, broad_parameters=True),
+    replace(KIMI, name="zero_rows", T=66, hard="zero_rows"),
     replace(KIMI, name="large_heads", K=256, V=256, T=130),
     replace(KIMI, name="chunk32", chunk_size=32, T=100),
-    *map(on_gpu, named("same_keys", "g-50", "zero_rows", "no_decay", "beta_double", "fused", "softplus_broad")),
+    *map(on_gpu, named("same_keys", "g-50", "no_decay", "beta_double")),
 ]
+KIMI_PACKED, UNBOUNDED_PACKED, GROUPED, ROWS, *_ = CASES
 TOLERANCE = {BF16: 2e-2, FP32: 1e-3}
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, BF16) for case in CASES), (GROUPED, FP32), (UNBOUNDED_PACKED, FP32)],
+    ids=case_and_dtype,
+)
 def test_gradients_are_those_of_the_reference(case: Case, dtype: torch.dtype, backend: str):
     check_gradients(gpu_call(fd.chunk_kda, case, dtype, backend), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("case", CASES[:4], ids=case_id)
+@pytest.mark.parametrize("case", [KIMI_PACKED, ROWS], ids=case_id)
 def test_token_by_token_gradients_are_those_of_the_chunks(case: Case, backend: str):
     call = gpu_call(fd.fused_recurrent_kda, case, backend=backend)
     grads = incoming(call)
@@ -63,7 +76,7 @@ def test_gradients_repeat_to_the_bit(case: Case, backend: str):
     assert all(same_gradients(gradients(call, *grads), first) for _ in range(50))
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", [KIMI_PACKED, UNBOUNDED_PACKED, GROUPED], ids=case_id)
 def test_kept_gradients_are_those_of_a_forward_that_runs_again(case: Case, backend: str):
     call = gpu_call(fd.chunk_kda, case, backend=backend) | {"split": False}
     grads = incoming(call)
@@ -75,17 +88,13 @@ def test_kept_gradients_are_those_of_a_forward_that_runs_again(case: Case, backe
 # ---- split sequences ------------------------------------------------------------------------------------------------
 
 SPLIT = [
-    replace(KIMI, name="kimi", lengths=(*LENGTHS, 700), state=FP32),
-    replace(UNBOUNDED, name="unbounded", lengths=(*LENGTHS, 700), state=FP32, v_first=True),
-    replace(KIMI, name="grouped", H=2, HV=6, T=520),
-    replace(KIMI, name="rows", B=2, T=520, state=BF16),
-    replace(KIMI, name="small_heads", K=64, V=64, T=777),
-    replace(KIMI, name="large_heads", K=256, V=256, T=400),
+    replace(KIMI_PACKED, lengths=(*LENGTHS, 700)),
+    replace(UNBOUNDED_PACKED, lengths=(*LENGTHS, 700)),
+    replace(GROUPED, B=2, T=520),
 ]
 
 
-@pytest.mark.parametrize("parts", [2, 7, 64])
-@pytest.mark.parametrize("case", SPLIT, ids=case_id)
+@pytest.mark.parametrize(("case", "parts"), in_turn(SPLIT, 2, 7, 64), ids=case_and_dtype)
 def test_gradients_of_split_sequences(case: Case, parts: int, backend: str):
     """As near to the truth as those of whole ones; kept, computed again, and repeated, the same bits."""
     call = gpu_call(fd.chunk_kda, case, backend=backend) | {"split": parts}
@@ -145,7 +154,7 @@ def test_a_long_sequence_of_few_heads_is_split(backend: str):
 # ---- repeated steps -------------------------------------------------------------------------------------------------
 
 
-PARAMETERLESS = replace(CASES[2], gate="none", lower_bound=None, state=FP32)
+PARAMETERLESS = replace(GROUPED, gate="none", lower_bound=None, state=FP32)
 
 
 @pytest.mark.parametrize("case", [replace(PARAMETERLESS, T=0), replace(PARAMETERLESS, lengths=(0, 0))], ids=case_id)

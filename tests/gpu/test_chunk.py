@@ -102,34 +102,36 @@ def each(
     return [pytest.param(*row, id=f"{what} {n}: {row[0].name}, {row[1].__name__}, {row[2]}") for n, *row in rows]
 
 
-TOKENS, HALF_OR_FULL = (fd.fused_recurrent_kda,), (FP16, FP32)
+TOKENS = (fd.fused_recurrent_kda,)
 HEAD_DIMS = [{"K": K, "V": V} for K, V in itertools.product((32, 64, 128, 256), repeat=2)]
 OTHER_DIMS = [
-    {"K": K, "V": V, "H": 2, "HV": 4, "lengths": (100, 0, 1, 64, 150)} for K, V in ((128, 64), (64, 128), (64, 64))
+    {"K": K, "V": V, "H": 2, "HV": 4, "lengths": (100, 0, 1, 64, 150), **states}
+    for K, V, states in (
+        (128, 64, {"state": BF16, "v_first": True}),
+        (64, 128, {"state": FP32}),
+        (64, 64, {"state": BF16, "v_first": True}),
+    )
 ]
-STATES = [{"state": FP32}, {"state": BF16, "v_first": True}]
 PACKED_LENGTHS = {"lengths": (0, *LENGTHS, 0, 0, *reversed(LENGTHS), 0), "state": FP32, "v_first": True}
 CALLS = [
     *each("table", map(on_gpu, CASES), ops=BOTH),
-    *each("other dtypes", map(on_gpu, SOME + HARD_CASES), dtypes=HALF_OR_FULL),
-    *each("tokens", map(on_gpu, SOME + HARD_CASES), ops=TOKENS, dtypes=HALF_OR_FULL),
+    *each("half", map(on_gpu, SOME[::2]), dtypes=[FP16], ops=BOTH),
+    *each("full", map(on_gpu, SOME[1::2]), dtypes=[FP32], ops=BOTH),
+    *each("hard", [on_gpu(x) for x in HARD_CASES if x.gate == "none" and x.beta == "value"], dtypes=(FP16, FP32)),
     *each("head dims", [replace(BY_NAME["state"], T=130)], HEAD_DIMS),
     *each("head dims, tokens", [replace(BY_NAME["state"], T=20)], HEAD_DIMS, TOKENS),
-    *each(
-        "head dims, dtypes",
-        [replace(BY_NAME["decay"], T=130)],
-        (HEAD_DIMS[i] for i in (15, 7, 12)),
-        dtypes=HALF_OR_FULL,
-    ),
+    *each("head dims, half", [replace(BY_NAME["decay"], T=130)], [HEAD_DIMS[7]], dtypes=[FP16]),
+    *each("head dims, full", [replace(BY_NAME["decay"], T=130)], [HEAD_DIMS[15]], dtypes=[FP32]),
     *each("heads", MODELS, [{"H": H, "HV": HV} for H, HV in RATIOS]),
     *each("heads, tokens", MODELS, [{"H": H, "HV": HV, "T": 20} for H, HV in RATIOS], TOKENS),
     *each("lengths", MODELS, [{"T": T, "B": 2} for T in LENGTHS]),
-    *each("packed lengths", MODELS, [PACKED_LENGTHS], dtypes=(BF16, FP16, FP32)),
+    *each("packed lengths", MODELS, [PACKED_LENGTHS]),
+    *each("packed lengths", [UNBOUNDED], [PACKED_LENGTHS], dtypes=[FP16, FP32]),
     *each("left over", MODELS, [BETWEEN | {"lengths": n, "unused": 512 - sum(n)} for n in LEFT_OVER], BOTH),
     *each("h", [replace(KIMI, state=FP32, h=True)], [{"lengths": lengths} for lengths in CHUNKS_OF_H]),
-    *each("layout", MODELS, [{"B": 2, "T": 130} | layout for layout in LAYOUTS.values()]),
+    *each("layout", [UNBOUNDED], [{"B": 2, "T": 130} | layout for layout in LAYOUTS.values()]),
     *each("layout, packed", [replace(KIMI, **BETWEEN)], LAYOUTS.values()),
-    *each("other head dims", MODELS, [dims | states for dims in OTHER_DIMS for states in STATES]),
+    *each("other head dims", MODELS, OTHER_DIMS),
     *each("both paths", BOTH_PATHS + LONG_AND_HARD),
 ]
 

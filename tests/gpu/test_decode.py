@@ -27,7 +27,17 @@ from ..support.decoding_checks import (
     replay_buffer,
 )
 from ..support.oracle import same_bits
-from .calls import CALLS_TO_A_REPLAY, check_late, hold_replay, nothing_compiles, overlapping, peer, whole_heads
+from .calls import (
+    CALLS_TO_A_REPLAY,
+    case_and_dtype,
+    check_late,
+    hold_replay,
+    in_turn,
+    nothing_compiles,
+    overlapping,
+    peer,
+    whole_heads,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -55,8 +65,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("step", [*STEPS, *MODELS], ids=case_id)
+@pytest.mark.parametrize(("step", "dtype"), in_turn([*STEPS, *MODELS], BF16, FP32, BF16), ids=case_and_dtype)
 def test_step(step: Step, dtype: torch.dtype, backend: str):
     check_step(fd.recurrent_kda, step, dtype, backend, "cuda")
 
@@ -119,16 +128,15 @@ REPLAYS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("step", REPLAYS, ids=case_id)
+@pytest.mark.parametrize(("step", "dtype"), in_turn(REPLAYS, BF16, FP32, BF16), ids=case_and_dtype)
 def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype, backend: str):
     check_replay(step, dtype, backend, "cuda")
 
 
 @pytest.mark.parametrize("step", HOPPER_REPLAYED, ids=case_id)
-def test_a_replay_for_hopper_is_the_accepted_state(step: Step, backend: str):
+def test_a_replay_for_hopper_is_the_accepted_state(step: Step, other_backend: str):
     """In bfloat16 alone, which Hopper's kernel takes."""
-    check_replay(step, BF16, backend, "cuda")
+    check_replay(step, BF16, other_backend, "cuda")
 
 
 @pytest.mark.parametrize("step", WHOLE_HEADS, ids=case_id)
@@ -137,7 +145,7 @@ def test_a_replay_of_whole_heads(step: Step, other_backend: str):
         check_replay(step, BF16, other_backend, "cuda")
 
 
-ROUNDS = [*({"K": 64, "state": state} | other for state in (FP32, BF16) for other in OTHER_ROUNDS)]
+ROUNDS = [{"K": 64, "state": state} | other for other, state in in_turn(OTHER_ROUNDS, FP32, BF16)]
 ROUNDS += [{"K": 64, "S": 16, "gate": gate} for gate in ("lower_bound", "softplus")]
 
 
@@ -146,10 +154,9 @@ def test_many_rounds_of_replay_are_steps_one_by_one(options: dict, backend: str)
     check_rounds(200, backend, "cuda", dtype=BF16, **options)
 
 
-@pytest.mark.parametrize(("K", "dtype"), [(64, FP32), (128, BF16)], ids=str)
 @pytest.mark.parametrize("name", RECORD_CHECKS)
-def test_records(name: str, K: int, dtype: torch.dtype, backend: str):
-    RECORD_CHECKS[name](backend=backend, device="cuda", K=K, dtype=dtype)
+def test_records(name: str, backend: str):
+    RECORD_CHECKS[name](backend=backend, device="cuda", K=128, dtype=BF16)
 
 
 def test_whole_heads_in_many_rounds(other_backend: str):

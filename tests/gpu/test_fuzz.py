@@ -9,7 +9,7 @@ from ..fuzz import runner
 
 pytestmark = pytest.mark.gpu
 
-COUNTS = {"calls": 20, "mutations": 60}
+COUNTS = {"calls": 8, "mutations": 24}
 SEED = 0
 
 

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..support.cases import BF16
 from ..support.oracle import relative_error
+from .calls import in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -161,11 +162,10 @@ def test_training(make: Callable, ids: Tensor, reached: list[str], monkeypatch: 
     assert len(reached) == 4
 
 
-@every_model
-@pytest.mark.parametrize("prompt", (40, 200))
-def test_generation(make: Callable, prompt: int, ids: Tensor, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "prompt"), in_turn(MODELS, 40, 200))
+def test_generation(name: str, prompt: int, ids: Tensor, monkeypatch: pytest.MonkeyPatch):
     """FLA's layer takes its recurrence for the prompt, too, if it is short."""
-    hold(functools.partial(generated, ids=ids[:, : prompt + 12], prompt=prompt), make, monkeypatch)
+    hold(functools.partial(generated, ids=ids[:, : prompt + 12], prompt=prompt), MODELS[name], monkeypatch)
 
 
 @pytest.mark.parametrize("ways", ({}, {"num_beams": 4}), ids=("greedy", "beam"))

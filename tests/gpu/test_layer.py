@@ -11,7 +11,7 @@ import torch
 import flashdelta as fd
 
 from ..fuzz.truth import claims_of
-from ..support.cases import BF16, FP16, FP32
+from ..support.cases import BF16
 from ..support.held import hold_claims
 from ..support.layer import (
     CONVOLUTION_BY_NAME,
@@ -49,24 +49,24 @@ IN_GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(NORMS, FP32, FP16, always=[BF16]), ids=case_and_dtype)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(NORMS), ids=case_and_dtype)
 def test_norm(case: NormCase, dtype: torch.dtype):
     check_norm(case, dtype, device="cuda")
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(NORMS, FP32, FP16, always=[BF16]), ids=case_and_dtype)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(NORMS), ids=case_and_dtype)
 def test_gradients_of_the_norm(case: NormCase, dtype: torch.dtype):
     check_gradients(fd.gated_rms_norm, make_norm(case, dtype, "cuda"), repeats=CALLS_TO_A_REPLAY)
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(CONVOLUTIONS, FP32, FP16, always=[BF16]), ids=case_and_dtype)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CONVOLUTIONS), ids=case_and_dtype)
 def test_convolution(case: ConvolutionCase, dtype: torch.dtype):
     """The first call and replays, each from the states that the case has."""
     for _ in range(CALLS_TO_A_REPLAY + 1):
         check_convolution(case, dtype, device="cuda")
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(IN_GRADIENTS, FP32, FP16, always=[BF16]), ids=case_and_dtype)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(IN_GRADIENTS), ids=case_and_dtype)
 def test_gradients_of_the_convolution(case: ConvolutionCase, dtype: torch.dtype):
     check_gradients(fd.short_convolution, make_convolution(case, dtype, "cuda"), repeats=CALLS_TO_A_REPLAY)
 

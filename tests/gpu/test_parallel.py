@@ -19,7 +19,7 @@ from ..support.oracle import float64, same_bits
 from ..support.processes import on_processes
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
-from .calls import KIMI
+from .calls import KIMI, case_and_dtype, in_turn
 from .ranks import CASES, TOLD, WAYS, cut_of, layered, lose_a_rank, trained, work, work_of_more
 
 pytestmark = pytest.mark.gpu
@@ -65,18 +65,19 @@ def hold(found: Found, cut: Cut) -> None:
         assert own <= SUMMED.get(name, WORSE) * plain + 1e-4, f"{name}: {own:.2e}, of the whole call {plain:.2e}"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_virtual_ranks_find_what_one_finds(name: str, kept: bool, ranks: int, backend: str):
-    cut = cut_of(CASES[name], ranks, backend)
-    hold(cut.over_ranks(disable_recompute=kept), cut)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_first_of_two_virtual_ranks_may_send_what_it_forms_before_its_scan(name: str, backend: str):
-    cut = replace(cut_of(CASES[name], RANKS, backend), relay=False)
-    hold(cut.over_ranks(), cut)
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        *((name, ranks, {"disable_recompute": ranks == MORE}) for name, ranks in in_turn(CASES, RANKS, MORE)),
+        ("packed", MORE, {}),
+        *((name, RANKS, {"relay": False}) for name in ("through_all", "unbounded")),
+    ],
+    ids=case_and_dtype,
+)
+def test_virtual_ranks_find_what_one_finds(name: str, ranks: int, options: dict, backend: str):
+    """The first of two may also send what it forms before its scan."""
+    cut = replace(cut_of(CASES[name], ranks, backend), relay=options.get("relay", True))
+    hold(cut.over_ranks(disable_recompute=options.get("disable_recompute", False)), cut)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -29,7 +29,16 @@ from ..support.pools import (
     pool_id,
     pooled,
 )
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, nothing_compiles, on_gpu, requested_bytes
+from .calls import (
+    CALLS_TO_A_REPLAY,
+    KIMI,
+    UNBOUNDED,
+    case_and_dtype,
+    in_turn,
+    nothing_compiles,
+    on_gpu,
+    requested_bytes,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -94,19 +103,26 @@ def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
     hold_pool(op, call, ways, same_bits if op is fd.chunk_kda else nearly)
 
 
-POOLS = PLAIN_POOLS + CHECKPOINT_POOLS + MODELS
+INTERPRETED = {
+    *("batch", "bf16", "flags_batch", "all_null", "no_slots", "no_sequences", "unbounded", "every_16", "at_the_end"),
+    *("cut_batch", "cut_bf16", "every_64", "every_64_chunk32", "every_bf16", "every_longer", "every_no_rows"),
+    *("every_gva", "every_unbounded", "at_offsets", "offsets_batch", "only_final_bf16", "split_every"),
+}
+"""Cases that `tests/gluon/test_pool.py` has alone: kernels of their own for what others here have in other combinations."""
+
+POOLS = [x for x in PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS if x.name not in INTERPRETED]
 
 
-@pytest.mark.parametrize("pool_case", POOLS + BUFFERS + SPLITS + BUFFER_MODELS, ids=pool_id)
+@pytest.mark.parametrize("pool_case", POOLS + MODELS + BUFFER_MODELS, ids=pool_id)
 def test_chunk_bf16(pool_case: PoolCase, backend: str):
     check(fd.chunk_kda, pool_case, BF16, backend)
 
 
-OTHER_DTYPES = [PLAIN_POOLS[3], CHECKPOINT_POOLS[1], *MODELS, BUFFERS_BY_NAME["many_offsets"], *BUFFER_MODELS[:2]]
-
-
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-@pytest.mark.parametrize("pool_case", OTHER_DTYPES, ids=pool_id)
+@pytest.mark.parametrize(
+    ("pool_case", "dtype"),
+    in_turn([PLAIN_POOLS[3], PREFILL, BUFFERS_BY_NAME["many_offsets"], BUFFER_MODELS[1]], FP16, FP32),
+    ids=case_and_dtype,
+)
 def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: str):
     check(fd.chunk_kda, pool_case, dtype, backend)
 

@@ -9,7 +9,7 @@ import torch
 
 import flashdelta as fd
 
-from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
+from ..support.cases import BF16, BY_NAME, FP32, Case
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import (
     assert_close,
@@ -21,7 +21,18 @@ from ..support.oracle import (
     tolerance_of,
 )
 from ..support.pools import PoolCase, hold_pool
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold_each, of_sequence, on_gpu
+from .calls import (
+    CALLS_TO_A_REPLAY,
+    KIMI,
+    UNBOUNDED,
+    assert_same_bits,
+    case_and_dtype,
+    gpu_call,
+    hold_each,
+    in_turn,
+    of_sequence,
+    on_gpu,
+)
 from .test_pool import PREFILL, gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -54,8 +65,7 @@ def truth_of(call: dict) -> tuple:
     return fd.chunk_kda(**float64(call) | {"backend": "reference"})
 
 
-@pytest.mark.parametrize("parts", [2, 7, 64])
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(("case", "parts"), in_turn(CASES, 2, 7, 64), ids=case_and_dtype)
 def test_split_is_the_recurrence(case: Case, parts: int, backend: str):
     call = gpu_call(fd.chunk_kda, case, backend=backend)
     for _ in range(CALLS_TO_A_REPLAY):
