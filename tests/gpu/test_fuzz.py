@@ -9,7 +9,7 @@ from ..fuzz import runner
 
 pytestmark = pytest.mark.gpu
 
-COUNTS = {"calls": 8, "mutations": 24}
+COUNTS = {"calls": 6, "mutations": 18}
 SEED = 0
 
 

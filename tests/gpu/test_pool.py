@@ -94,10 +94,9 @@ def nearly(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
-    """Also to the bit against plain calls: one for each piece, and of a pool without checkpoints one for all. Split sequences
-    have other bits."""
+    """Also to the bit against plain calls: of models one for each piece, and of a pool without checkpoints one for all."""
     call = gpu_pool_call(op, pool_case, dtype, backend)
-    ways = [by_pieces] if pool_case.split in (False, "auto") else []
+    ways = [by_pieces] if pool_case in MODELS + BUFFER_MODELS else []
     if pool_case.indices is not None and pool_case.marks is None and pool_case.rows is None:
         ways.append(gathered_and_scattered)
     hold_pool(op, call, ways, same_bits if op is fd.chunk_kda else nearly)
