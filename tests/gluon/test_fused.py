@@ -10,7 +10,6 @@ import torch
 
 import flashdelta as fd
 
-from ..compile.variants import Variant
 from ..fuzz.truth import claims_of
 from ..support.cases import BF16, FP32
 from ..support.decoding_checks import output_of
@@ -37,18 +36,6 @@ def test_an_index_that_the_kernel_before_writes_late(group: int, before: int):
     fd.fused_kda_decode(**call)
     assert not WRITTEN_LATE
     hold_claims(wanted, call | {"o": call["output"]}, TOLERANCE[BF16])
-
-
-@pytest.mark.parametrize(
-    ("N", "state", "ahead"),
-    [(1, FP32, (0, 32)), (4, BF16, (0, 128)), (8, BF16, (192, 256)), (32, BF16, (396, 528)), (32, FP32, (297, 396))],
-    ids=str,
-)
-def test_which_ctas_prefetch(N: int, state: torch.dtype, ahead: tuple[int, int]):
-    """All that have an SM each; of more the last quarter of those that run at once, three or four an SM."""
-    options = {"operation": "fused_decode", "packed": False, "state_v_first": True}
-    (launch,) = Variant("", "hopper", N=N, heads=32, state_dtype=state, **options).launches(90)
-    assert launch.arguments[-2:] == ahead
 
 
 @pytest.mark.parametrize(

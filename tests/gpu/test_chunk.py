@@ -16,7 +16,6 @@ import flashdelta as fd
 from ..support.cases import BF16, BOUNDED, BY_NAME, CASES, FP16, FP32, HARD_CASES, Case, case_id, named
 from ..support.inputs import TOKEN_TENSORS, narrow, sequence_calls
 from ..support.oracle import chunked_truth, poisoned_memory, same_bits, tolerance_of, truth
-from ..support.readouts import OPERATORS, check_layer, check_readout
 from .calls import (
     BOTH,
     CALLS_TO_A_REPLAY,
@@ -183,21 +182,6 @@ def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):
     for lengths in (None, (64, 0, 17)):
         call = gpu_call(fd.chunk_kda, replace(model, lengths=lengths, state=FP32)) | {"backend": "auto"}
         assert fd.explain(fd.chunk_kda, **call).chosen == "hopper"
-
-
-@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("readout", OPERATORS, ids=lambda op: op.__name__)
-def test_a_readout_past_float16(readout, dtype: torch.dtype):
-    check_readout(readout, dtype, "triton", "cuda")
-
-
-def test_hopper_takes_an_output_in_float32():
-    check_readout(fd.recurrent_kda, BF16, "auto", "cuda", state=BF16)
-
-
-@pytest.mark.parametrize("tokens", [4, 70])
-def test_a_layer_in_float16(tokens: int):
-    check_layer(tokens, "auto", "cuda")
 
 
 # ---- every tail of a chunk, and packed calls of random lengths ----------------------------------------------------

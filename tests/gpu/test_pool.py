@@ -35,7 +35,6 @@ from .calls import (
     UNBOUNDED,
     case_and_dtype,
     in_turn,
-    nothing_compiles,
     on_gpu,
     requested_bytes,
 )
@@ -156,30 +155,6 @@ def test_no_state_is_copied(backend: str):
     fd.fused_recurrent_kda(**call)
     _, _, peak = requested_bytes(lambda: fd.fused_recurrent_kda(**call))
     assert peak < 2**20
-
-
-SMALL: dict = {"K": 64, "V": 128, "H": 8, "offsets_dtype": torch.int32}
-WARMED: dict = {"state_v_first": True, "packed": (True,)}
-
-
-@pytest.mark.long
-def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
-    """Afterwards no call compiles: other heads, slots, pitches, and numbers of checkpoints."""
-    base = replace(PREFILL, case=replace(PREFILL.case, **SMALL, HV=16))
-    one = {name: tuple(row[0] for row in getattr(PREFILL, name)) for name in ("marks", "mark_rows")}
-    changes = [
-        {},
-        {"case": replace(base.case, H=1, HV=1)},
-        {"gap": 16, "flags": None},
-        {"slots": 30, "marks": None},
-        one,
-    ]
-    calls = [gpu_pool_call(op, replace(base, **each), BF16, backend) for each in changes]
-    checkpoints = {"checkpoints": (False, True)} if op is fd.chunk_kda else {}
-    fd.warmup(op, [(64, 128)], **WARMED, backend=backend, state_pool=(True,), **checkpoints)
-    with nothing_compiles():
-        for call in calls:
-            op(**call)
 
 
 @pytest.mark.usefixtures("much_memory")
