@@ -26,6 +26,7 @@ from ..support.cases import BF16, FP32, Case, case_id
 from ..support.decoding import Step, memory_of
 from ..support.decoding_checks import output_of
 from ..support.fused import FusedStep
+from ..support.layer import CONVOLUTION_BY_NAME
 from ..support.oracle import covered_tokens, same_bits
 from ..support.pools import PoolCase
 from ..support.rows import call_of
@@ -125,16 +126,11 @@ SPLIT = [
 ]
 UNWATCHED = [
     *kinds("fixed", CARRIED),
-    *kinds("packed", replace(CARRIED, lengths=(60, 0, 40))),
     *chunked("packed, offsets on the host", replace(CARRIED, lengths=(60, 0, 40)), cu_seqlens_cpu=True),
-    *SPLIT,
-    *kinds("pool", PREFILL),
-    *each(functools.partial(chunked, ""), BUFFERS[:2]),
-    *each(fused, FUSED),
     *each(decoding, STEPS),
-    *prefill("", prefills.PLAIN),
     *wy(WY_PACKED),
 ]
+"""Of what is not captured below: in a graph nothing can wait."""
 
 
 @pytest.mark.parametrize("kind", UNWATCHED, ids=case_id)
@@ -189,6 +185,7 @@ def with_other_slots(step: Step) -> list[Step]:
 OTHER_LENGTHS = replace(BUFFERS[0].case, lengths=(70, 130, 0, 131, 64))
 OTHER_MARKS = ((16, 64), (128, 0), (16, 0), (0, 128), (64, 1000))
 OTHER_ROWS = ((0, 5), (4, 0), (1, 0), (0, 3), (-1, 2))
+CONVOLUTIONS = [CONVOLUTION_BY_NAME[name] for name in ("pool", "step")]
 GRAPHS = [
     *chunked("", BUFFERS[0], replace(BUFFERS[0], case=OTHER_LENGTHS, marks=OTHER_MARKS, mark_rows=OTHER_ROWS)),
     *chunked("", BUFFERS[1], replace(BUFFERS[1], case=OTHER_LENGTHS)),
@@ -204,6 +201,7 @@ GRAPHS = [
     *prefill("", PREFILLS[0], PREFILLS[0]),
     *wy(WY),
     *SPLIT,
+    *each(lambda case: kinds("", case, replace(case, name="other"), ops=[fd.short_convolution]), CONVOLUTIONS),
 ]
 
 

@@ -207,7 +207,7 @@ def test_what_transformers_generates(ways: dict, reached: list[str], monkeypatch
 
 @pytest.mark.long
 @pytest.mark.usefixtures("much_memory")
-@every_model
+@pytest.mark.parametrize("make", [*MODELS.values()][1:], ids=[*MODELS][1:])
 def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[str]):
     torch._dynamo.reset()  # a function that others had compiled often is not compiled again
     torch.manual_seed(0)
@@ -222,31 +222,3 @@ def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[st
     assert max(relative_error(checkpointed[name], x) for name, x in want.items()) < 1e-3
     found = {name.removeprefix("_orig_mod."): x for name, x in compiled.items()}
     assert max(relative_error(found[name], x) for name, x in want.items()) < 0.05
-
-
-def test_packed_documents_are_documents_by_themselves():
-    """Hugging Face's Kimi-Linear, logits and gradients: transformers alone lets each see the one before. In float32: bfloat16
-    rounds otherwise where matrix products have other sizes."""
-    torch.manual_seed(0)
-    lengths = (700, 48, 1300)
-    model, ids = kimi_model().cuda(), torch.randint(3, VOCABULARY, (1, sum(lengths)), device="cuda")
-    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    positions = torch.cat([torch.arange(n, device="cuda") for n in lengths])[None]
-    call = {
-        "position_ids": positions,
-        "cu_seq_lens_q": cu,
-        "cu_seq_lens_k": cu,
-        "max_length_q": 1300,
-        "max_length_k": 1300,
-    }
-
-    def found(logits: Tensor) -> dict[str, Tensor]:
-        model.zero_grad(set_to_none=True)
-        logits.float().square().mean().backward()
-        grads = {name: p.grad.float() for name, p in model.named_parameters() if "self_attn" in name}
-        return {"logits": logits.detach().float()} | grads
-
-    packed = found(model(ids, **call).logits)
-    alone = found(torch.cat([model(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1))
-    for name, x in alone.items():
-        assert relative_error(packed[name], x) < 1e-3, name
