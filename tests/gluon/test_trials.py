@@ -70,12 +70,6 @@ CASES = [
 SHORT = replace(EXPLICIT, H=1, HV=1, T=384)
 
 
-@pytest.mark.parametrize("memory", ["slow", "long"])
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_where_a_channel_stays_nothing_is_tried(case: Case, memory: str):
-    check(hopper_call(replace(case, memory=memory)), trials=False, as_without=True)
-
-
 @pytest.mark.parametrize(("channel", "gate"), [(3, -1 / 64), (100, -1 / 64), (7, torch.nan)])
 def test_one_channel_that_stays_is_enough(channel: int, gate: float):
     g = torch.full((6, 64, 128), -5.0)

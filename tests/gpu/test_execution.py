@@ -26,7 +26,7 @@ from ..support.cases import BF16, FP32, Case, case_id
 from ..support.decoding import Step, memory_of
 from ..support.decoding_checks import output_of
 from ..support.fused import FusedStep
-from ..support.layer import CONVOLUTION_BY_NAME
+from ..support.layer import CONVOLUTION_BY_NAME, ConvolutionCase
 from ..support.oracle import covered_tokens, same_bits
 from ..support.pools import PoolCase
 from ..support.rows import call_of
@@ -111,6 +111,10 @@ def fused(step: FusedStep) -> list[Kind]:
     return decoding(step, replace(step, indices=(-1, *step.indices[:0:-1])))
 
 
+def convolution(case: ConvolutionCase) -> list[Kind]:
+    return kinds("", case, replace(case, name="other", indices=case.indices[::-1]), ops=[fd.short_convolution])
+
+
 def each(make: Callable[..., list[Kind]], cases: Iterable) -> list[Kind]:
     return [kind for case in cases for kind in make(case)]
 
@@ -185,7 +189,6 @@ def with_other_slots(step: Step) -> list[Step]:
 OTHER_LENGTHS = replace(BUFFERS[0].case, lengths=(70, 130, 0, 131, 64))
 OTHER_MARKS = ((16, 64), (128, 0), (16, 0), (0, 128), (64, 1000))
 OTHER_ROWS = ((0, 5), (4, 0), (1, 0), (0, 3), (-1, 2))
-CONVOLUTIONS = [CONVOLUTION_BY_NAME[name] for name in ("pool", "step")]
 GRAPHS = [
     *chunked("", BUFFERS[0], replace(BUFFERS[0], case=OTHER_LENGTHS, marks=OTHER_MARKS, mark_rows=OTHER_ROWS)),
     *chunked("", BUFFERS[1], replace(BUFFERS[1], case=OTHER_LENGTHS)),
@@ -201,7 +204,7 @@ GRAPHS = [
     *prefill("", PREFILLS[0], PREFILLS[0]),
     *wy(WY),
     *SPLIT,
-    *each(lambda case: kinds("", case, replace(case, name="other"), ops=[fd.short_convolution]), CONVOLUTIONS),
+    *each(convolution, [CONVOLUTION_BY_NAME[name] for name in ("pool", "step")]),
 ]
 
 
@@ -311,33 +314,6 @@ def test_a_new_thread_needs_no_cuda_call_of_its_own(tokens: int, backend: str):
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------
-
-# K = V = 64 is used by no other test in a way that would hide a first compilation.
-SMALL = replace(KIMI, K=64, V=64, H=2, HV=2, T=100, state=FP32)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, op, backend: str):
-    start = replace(SMALL, lengths=(60, 40) if packed else None)
-    op(**gpu_call(op, start, BF16, backend))
-    if op is fd.fused_recurrent_kda and not packed:  # one token a sequence, of few and of many, is a kind of its own
-        for B in (1, 300):
-            op(**gpu_call(op, replace(start, T=1, B=B), BF16, backend))
-    if op is fd.chunk_kda and backend == "hopper":  # as are work tiles for more than a quarter of the SMs
-        many = replace(start, lengths=(5,) * 40) if packed else replace(start, T=5, B=40)
-        op(**gpu_call(op, many, BF16, backend))
-    others = [
-        *(replace(start, H=H, HV=HV) for H, HV in ((1, 1), (3, 3), (16, 16), (1, 2), (4, 20))),
-        *(replace(start, T=T) for T in (1, 16, 63, 64, 1000)),
-        *(replace(start, B=B) for B in (2, 16)),
-        *(replace(start, T=1, B=B) for B in (3, 500)),
-    ]
-    if packed:
-        lengths = ((1,), (64,), (1, 1), (0, 5, 0, 900), (16,) * 16)
-        others = [*(replace(start, lengths=n) for n in lengths), *(replace(c, B=1) for c in others)]
-    with nothing_compiles():
-        for case in others:
-            op(**gpu_call(op, case, BF16, backend))
 
 
 @pytest.mark.long

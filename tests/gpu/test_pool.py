@@ -10,7 +10,7 @@ import torch
 
 import flashdelta as fd
 
-from ..support.cases import BF16, FP16, FP32, Case
+from ..support.cases import BF16, FP16, FP32
 from ..support.inputs import TOKEN_TENSORS
 from ..support.oracle import as_recurrent, assert_close, one_rounding, same_bits
 from ..support.pools import (
@@ -30,7 +30,6 @@ from ..support.pools import (
     pooled,
 )
 from .calls import (
-    CALLS_TO_A_REPLAY,
     KIMI,
     UNBOUNDED,
     case_and_dtype,
@@ -128,19 +127,6 @@ def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: st
 @pytest.mark.parametrize("pool_case", [*PLAIN_POOLS, *MODELS], ids=pool_id)
 def test_recurrent_bf16(pool_case: PoolCase, backend: str):
     check(fd.fused_recurrent_kda, replace(pool_case, marks=None), BF16, backend)
-
-
-SEVERAL = replace(KIMI, lengths=(20, 0, 3), state=BF16, v_first=True, final=False)
-
-
-@pytest.mark.parametrize("case", [SEVERAL, replace(SEVERAL, lengths=None, B=300, T=1)], ids=["several", "one each"])
-@pytest.mark.parametrize("final", [FP32, BF16], ids=str)
-def test_recurrent_writes_a_final_state(final: torch.dtype, case: Case, backend: str):
-    """Of several tokens, and of one each with states as Hopper's own kernel has them."""
-    call = as_recurrent(gpu_pool_call(fd.chunk_kda, buffered("final", "", case, final=final), BF16, backend))
-    for _ in range(CALLS_TO_A_REPLAY):
-        call["final_state"].fill_(torch.nan)
-        hold_pool(fd.fused_recurrent_kda, call)
 
 
 # ---- how calls run --------------------------------------------------------------------------------------------------
