@@ -14,7 +14,7 @@ import torch
 import flashdelta as fd
 
 from ..support.cases import BF16, BOUNDED, BY_NAME, CASES, FP16, FP32, HARD_CASES, Case, case_id, named
-from ..support.inputs import TOKEN_TENSORS, narrow, sequence_calls
+from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import chunked_truth, poisoned_memory, same_bits, tolerance_of, truth
 from .calls import (
     BOTH,
@@ -165,15 +165,6 @@ def test_nan_stays_in_its_sequence(bad: float, name: str, op, backend: str):
     assert not same_bits(o, want_o)
 
 
-def test_inputs_are_never_written(op, backend: str):
-    for case in (*named("fused", "packed", "last_dim_strided", "state_strided"), KIMI):
-        call = gpu_call(op, on_gpu(replace(case, h=False)), BF16, backend)
-        before = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
-        op(**call)
-        for name, x in before.items():
-            assert same_bits(call[name], x), (case.name, name)
-
-
 def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):
     """What the backend declines is skipped in this tier, so that it takes these is a test. Which calls else it must take:
     `tests/unit/test_hopper_choice.py`."""
@@ -241,24 +232,6 @@ def test_a_batch_rows_bits_are_its_own(model: Case, op, backend: str):
     rows = [2, 0]
     picked = call | {name: call[name][rows] for name in TOKEN_TENSORS}
     assert_same_bits(op(**picked), [x[rows] for x in op(**call)])
-
-
-PIECES = {
-    "chunks": (fd.chunk_kda, {"T": 330}, (0, 128, 192, 330)),
-    "tokens": (fd.fused_recurrent_kda, {"B": 4, "T": 8}, range(9)),
-}
-
-
-@pytest.mark.parametrize("kind", PIECES)
-def test_pieces_that_carry_a_float32_state_give_the_same_bits(kind: str, model: Case, backend: str):
-    """Chunked prefill, cut at chunk boundaries, and decoding token by token."""
-    op, sizes, cuts = PIECES[kind]
-    call = gpu_call(op, replace(model, **sizes), BF16, backend)
-    carried, outputs = None, []
-    for start, stop in itertools.pairwise(cuts):
-        part, carried = op(**narrow(call, start, stop), initial_state=carried)
-        outputs.append(part)
-    assert_same_bits((torch.cat(outputs, dim=1), carried), op(**call))
 
 
 # ---- where inputs and `out` lie: slices of wider rows, addresses off a 16-byte boundary ---------------------------

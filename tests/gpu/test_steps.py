@@ -67,12 +67,10 @@ CHECKS = {
         f"packed bits, {x.name}": partial(test_chunk.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS
     },
     "bits of rows": partial(test_chunk.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
-    "pieces": partial(test_chunk.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),
     **{
         f"{bad} in {name}": partial(test_chunk.test_nan_stays_in_its_sequence, bad, name, CHUNK)
         for name, bad in zip(("q", "v", "g", "k", "initial_state"), (torch.nan,) * 3 + (torch.inf,) * 2)
     },
-    "inputs are never written": partial(test_chunk.test_inputs_are_never_written, CHUNK),
     **{
         f"graph, {kind.name}": partial(test_execution.test_graph_replays_with_other_tensors, kind)
         for kind in test_execution.GRAPHS
