@@ -40,10 +40,7 @@ def test_an_index_that_the_kernel_before_writes_late(group: int, before: int):
 
 @pytest.mark.parametrize(
     ("step", "dtype"),
-    [
-        *itertools.product(FUSED_STEPS, (FP32, BF16)),
-        (FUSED_BY_NAME["replay"], torch.float16),
-    ],
+    [*itertools.product(FUSED_STEPS, (FP32, BF16)), (FUSED_BY_NAME["replay"], torch.float16)],
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_portable_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype):

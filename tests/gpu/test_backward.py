@@ -22,16 +22,7 @@ from ..support.gradients import (
     same_gradients,
 )
 from ..support.oracle import NO_H, poisoned_memory
-from .calls import (
-    CALLS_TO_A_REPLAY,
-    KIMI,
-    UNBOUNDED,
-    case_and_dtype,
-    gpu_call,
-    in_turn,
-    on_gpu,
-    requested_bytes,
-)
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, case_and_dtype, gpu_call, in_turn, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu
 

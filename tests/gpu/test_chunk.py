@@ -236,12 +236,7 @@ def test_a_batch_rows_bits_are_its_own(model: Case, op, backend: str):
 
 # ---- where inputs and `out` lie: slices of wider rows, addresses off a 16-byte boundary ---------------------------
 
-OUTS = {
-    "wider rows": (64, 0),
-    "wider rows, one element off": (64, 1),
-    "odd rows": (3, 0),
-    "one element off": (0, 1),
-}
+OUTS = {"wider rows": (64, 0), "wider rows, one element off": (64, 1), "odd rows": (3, 0), "one element off": (0, 1)}
 """By how many elements rows are wider than they must be, and where the first one starts."""
 
 

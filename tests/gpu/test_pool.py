@@ -29,14 +29,7 @@ from ..support.pools import (
     pool_id,
     pooled,
 )
-from .calls import (
-    KIMI,
-    UNBOUNDED,
-    case_and_dtype,
-    in_turn,
-    on_gpu,
-    requested_bytes,
-)
+from .calls import KIMI, UNBOUNDED, case_and_dtype, in_turn, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -53,10 +46,7 @@ PREFILL = pooled(
     gap=256,
     index_dtype=torch.int32,
 )
-MODELS = [
-    PREFILL,
-    replace(PREFILL, name="unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, state=FP32)),
-]
+MODELS = [PREFILL, replace(PREFILL, name="unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, state=FP32))]
 BUFFERED = buffered(
     "prefill_buffers",
     PREFILL.why,

@@ -11,14 +11,7 @@ import flashdelta as fd
 
 from ..support.cases import BF16, BY_NAME, FP32, Case
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
-from ..support.oracle import (
-    assert_close,
-    covered_tokens,
-    float64,
-    one_rounding,
-    poisoned_memory,
-    tolerance_of,
-)
+from ..support.oracle import assert_close, covered_tokens, float64, one_rounding, poisoned_memory, tolerance_of
 from ..support.pools import PoolCase, hold_pool
 from .calls import (
     CALLS_TO_A_REPLAY,

@@ -16,12 +16,7 @@ from ..support.cases import BF16, FP32, HARD_CASES, Case
 from ..support.decays import KINDS, decays_call
 from ..support.oracle import rounding_error, truth
 from ..support.pools import CHECKPOINT_POOLS
-from . import (
-    test_chunk,
-    test_execution,
-    test_pool,
-    test_stream_k,
-)
+from . import test_chunk, test_execution, test_pool, test_stream_k
 from .calls import BOTH, KIMI, UNBOUNDED, check, hold, in_steps, poisoned
 
 pytestmark = pytest.mark.gpu
