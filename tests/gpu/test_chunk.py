@@ -50,9 +50,6 @@ INTERPRETED = {
 # Heads, lengths and packing are run-time values: these compile nothing new.
 RATIOS = [(1, 1), (2, 2), (4, 4), (2, 4), (3, 6), (2, 8), (1, 8), (12, 12)]
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 131, 257, 1021)
-LEFT_OVER = [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128,) * 4]
-"""As many tokens whatever the lengths, as in a CUDA graph."""
-
 CHUNKS_OF_H = [(200,), (1,) * 300, (100, 0, 300), (64,) * 20]
 """Where the chunks of a sequence start in `h` depends on all sequences before it; 300 are more than one block."""
 
@@ -132,7 +129,6 @@ CALLS = [
     *each("lengths", MODELS, [{"T": T, "B": 2} for T in LENGTHS]),
     *each("packed lengths", MODELS, [PACKED_LENGTHS]),
     *each("packed lengths", [UNBOUNDED], [PACKED_LENGTHS], dtypes=[FP16, FP32]),
-    *each("left over", MODELS, [BETWEEN | {"lengths": n, "unused": 512 - sum(n)} for n in LEFT_OVER], BOTH),
     *each("h", [replace(KIMI, state=FP32, h=True)], [{"lengths": lengths} for lengths in CHUNKS_OF_H]),
     *each("layout", [UNBOUNDED], [{"B": 2, "T": 130} | layout for layout in LAYOUTS.values()]),
     *each("layout, packed", [replace(KIMI, **BETWEEN)], [*LAYOUTS.values()][:5]),

@@ -32,7 +32,6 @@ CASES = [
     replace(MODEL, name="model_uneven", K=64, V=128),
     replace(MODEL, name="model_large", K=256, V=256),
     replace(MODEL, name="model_chunk32", chunk_size=32),
-    replace(MODEL, name="model_strong", decay=30.0),
     replace(MODEL, name="model_none", why="no token, with heads for which there would be tensor descriptors", T=0),
     *(BY_NAME[name] for name in ("packed32", "strided", "one", "none", "no_sequence")),
 ]
