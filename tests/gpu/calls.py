@@ -242,17 +242,6 @@ def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> 
 
 
 @contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Waiting for the GPU is an error inside."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@contextlib.contextmanager
 def nothing_compiles() -> Iterator[None]:
     """Nor is anything loaded from Triton's disk cache."""
     names: list[str] = []

@@ -158,11 +158,6 @@ def test_records(name: str, backend: str):
     RECORD_CHECKS[name](backend=backend, device="cuda", K=128, dtype=BF16)
 
 
-def test_whole_heads_in_many_rounds(other_backend: str):
-    with whole_heads():
-        check_rounds(200, other_backend, "cuda", state=BF16, K=128, dtype=BF16)
-
-
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("heads", ["slices", "whole"])
 def test_a_captured_round_replays_with_other_slots_and_counts(state: torch.dtype, heads: str):

@@ -40,7 +40,6 @@ from .calls import (
     assert_same_bits,
     captured,
     gpu_call,
-    no_synchronisation,
     nothing_compiles,
     requested_bytes,
 )
@@ -142,8 +141,12 @@ UNWATCHED = [
 def test_the_host_never_waits_for_the_gpu(kind: Kind, backend: str):
     first, again = kind.call(backend), kind.call(backend)
     want = kind.run(first)
-    with no_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         results = kind.run(again)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(results, want)
 
 
