@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.kernels.stages.launch import parameters
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.problem.problem import Tensors
-from flashdelta.program.launch import Launch, base_of
+from flashdelta.program.launch import base_of
 from flashdelta.program.plan import Plan
 from flashdelta.runtime.call import check
 
@@ -61,14 +60,6 @@ def kind(x: object, plan: Plan, inputs: list[Tensor], storages: dict[int, int]) 
     return where if tensor is x else (*where, x.block_shape, x.layout.swizzle_byte_width)
 
 
-def fields(launch: Launch, values: tuple) -> str:
-    """What a launch is, by name."""
-    grid, arguments, constants, options = values
-    names = (name for name, constant, *_ in parameters(launch.kernel.fn) if not constant)
-    named = {**dict(zip(names, arguments)), **dict(zip(launch.constants, constants)), **dict(options)}
-    return f"{launch.kernel.__name__}, grid {grid}: " + ", ".join(f"{name}={x}" for name, x in named.items())
-
-
 def trace(plan: Plan, t: Tensors) -> list[tuple]:
     """What the launches are, by position."""
     storages, inputs = dict[int, int](), [*t.present().values()]
@@ -105,15 +96,6 @@ class Traced(NamedTuple):
         plans, t = self.plans()
         launches = itertools.zip_longest(*(trace(plan, t) for plan in plans.values()))
         return " ".join(hashlib.sha256(repr(x).encode()).hexdigest()[:6] for x in launches)
-
-    def described(self, place: int) -> list[str]:
-        """The launch there, a line for each of its forms."""
-        plans, t = self.plans()
-        found: dict[str, list[int]] = {}
-        for arch, plan in plans.items():
-            for launch, values in [*zip(plan.launches, trace(plan, t))][place : place + 1]:
-                found.setdefault(fields(launch, values), []).append(arch)
-        return [f"  launch {place}, {', '.join(f'sm_{arch}' for arch in some)}: {x}" for x, some in found.items()]
 
 
 def in_dtype(call: dict, dtype: torch.dtype) -> dict:
@@ -205,13 +187,7 @@ def write() -> None:
 
 
 def differences(before: Traces, after: Traces) -> list[str]:
-    """Cases whose launches differ, a line each, with the fields of the first launch that differs."""
-    changed = [name for name, found in after.items() if before.get(name, found) != found]
-    lines = [f"{name}: launches differ" for name in changed]
-    if changed:
-        old, new = before[changed[0]].split(), after[changed[0]].split()
-        place = next(i for i, (x, y) in enumerate(itertools.zip_longest(old, new)) if x != y)
-        with FOR_MANY:
-            lines[1:1] = next(case for case in cases() if case.name == changed[0]).described(place)
+    """Cases whose launches differ, a line each."""
+    lines = [f"{name}: launches differ" for name, found in after.items() if before.get(name, found) != found]
     lines += [f"{name}: new" for name in after if name not in before]
     return lines + [f"{name}: gone" for name in before if name not in after]

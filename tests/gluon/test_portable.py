@@ -14,15 +14,7 @@ from flashdelta.kernels.triton import prepare
 from ..support.cases import BY_NAME, CASES, FP16, FP32, Case, named
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
 from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import (
-    TOLERANCE,
-    as_recurrent,
-    assert_right,
-    check_h,
-    conditioning,
-    poisoned_memory,
-    same_bits,
-)
+from ..support.oracle import TOLERANCE, as_recurrent, assert_right, check_h, conditioning, poisoned_memory, same_bits
 from ..support.readouts import OPERATORS, check_layer, check_readout
 from .checks import hold_bits_alone, hold_nan_inside
 

@@ -80,14 +80,6 @@ def test_ranks_find_what_one_finds(name: str):
     assert max(relative_errors(found, exact(cut)).values()) <= TOLERANCE[backend]
 
 
-def test_copies_into_memory_of_other_ranks_change_nothing():
-    """A forward with its backward pass, whose exchanges are of two sizes."""
-    cut = replace(cut_of("triton", {"lengths": (10, 54)}, 2), exchange="put")
-    found, wanted = cut.joined(on_ranks(2, cut.run, 0)), replace(cut, exchange="gather").over_ranks()
-    assert found.keys() == wanted.keys()
-    assert all(same_bits(found[name], x) for name, x in wanted.items())
-
-
 @pytest.mark.parametrize(
     ("backend", "case", "sms"),
     [

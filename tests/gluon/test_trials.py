@@ -70,12 +70,6 @@ CASES = [
 SHORT = replace(EXPLICIT, H=1, HV=1, T=384)
 
 
-@pytest.mark.parametrize("memory", ["slow", "long"])
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_where_a_channel_stays_nothing_is_tried(case: Case, memory: str):
-    check(hopper_call(replace(case, memory=memory)), trials=False, as_without=True)
-
-
 @pytest.mark.parametrize(("channel", "gate"), [(3, -1 / 64), (100, -1 / 64), (7, torch.nan)])
 def test_one_channel_that_stays_is_enough(channel: int, gate: float):
     g = torch.full((6, 64, 128), -5.0)
@@ -131,13 +125,3 @@ def test_what_moves_between_channels_is_remembered(other: int | None):
         call = moved(SHORT, other)
         call["initial_state"] *= 64
     check(call, trials=True, as_without=True, right=other is not None)
-
-
-@pytest.mark.parametrize("remembered", [(1,), (4,), (0, 1, 3, 4, 5)], ids=str)
-def test_each_chunk_is_tried_by_itself(remembered: tuple[int, ...]):
-    """The others forget at their ends."""
-    g = torch.full((6, 64, 128), -1 / 64)
-    g[[i for i in range(6) if i not in remembered], 40:] = -5.0
-    # of all segments but the last; M of the first one is not needed
-    trials = sum(2 if i == 0 else 4 for i in range(5) if i not in remembered)
-    check(explicit_call(SHORT, g), trials, as_without=False)

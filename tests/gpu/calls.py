@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
 from typing import TypeVar
@@ -23,7 +24,7 @@ from benchmarks.contenders import find
 from flashdelta.kernels.hopper import build
 from flashdelta.runtime.call import CACHE
 
-from ..support.cases import BF16, BY_NAME, CASES, Case
+from ..support.cases import BF16, BY_NAME, CASES, FP16, FP32, Case
 from ..support.inputs import make_call, sequence_calls
 from ..support.oracle import (
     as_recurrent,
@@ -90,9 +91,9 @@ def check_late(prepare: Callable[[torch.Tensor], Callable[[], list]], wanted: to
         assert all(same_bits(x, y) for x, y in zip(run(), want, strict=True))
 
 
-def in_turn(cases: Sequence, *values: object, always: Sequence = ()) -> list[tuple]:
-    """Pairs of a case and a value: every case with those that are `always`, and with one of the others in turn."""
-    return [(case, value) for i, case in enumerate(cases) for value in (*always, values[i % len(values)])]
+def in_turn(cases: Iterable, *values: object) -> list[tuple]:
+    """Pairs of a case and a value: the values in turn, by default dtypes, as each compiles all kernels anew."""
+    return [*zip(cases, itertools.cycle(values or (BF16, FP32, BF16, FP16)))]
 
 
 def case_and_dtype(x: object) -> str:
@@ -241,32 +242,15 @@ def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> 
 
 
 @contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Waiting for the GPU is an error inside."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """The names of kernels that Triton compiles, or loads from its disk cache, inside the context."""
+def nothing_compiles() -> Iterator[None]:
+    """Nor is anything loaded from Triton's disk cache."""
     names: list[str] = []
     before = triton.knobs.compilation.listener
     triton.knobs.compilation.listener = lambda **event: names.append(event["src"].name)
     try:
-        yield names
+        yield
     finally:
         triton.knobs.compilation.listener = before
-
-
-@contextlib.contextmanager
-def nothing_compiles() -> Iterator[None]:
-    with compilations() as names:
-        yield
     assert names == []
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flashdelta as fd
-from flashdelta.nn import KdaLanguageModel, KimiDeltaAttention, LanguageModelConfig, shard_attention
+from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, shard_attention
 from flashdelta.nn.lm import VOCABULARY
 from flashdelta.parallel import context_parallel
 from flashdelta.parallel.exchange import exchange
@@ -186,16 +186,9 @@ def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
     return found
 
 
-def by_context_of_fla(cut: Cut, group: dist.ProcessGroup) -> Found:
-    """Ours with what FLA makes of the same offsets."""
-    from fla.ops.cp import build_cp_context
-
-    return cut.run_by(build_cp_context(cut.call["cu_seqlens"], group=group), group)
-
-
 def every_case(group: dist.ProcessGroup, backend: str, compiles: bool = False) -> dict[str, object]:
     """What the ranks find in each, and in which other ways they find other bits: again, by either exchange, with what the
-    forward keeps, by FLA's context, compiled."""
+    forward keeps, compiled."""
     found: dict[str, object] = {}
     compiled = torch.compile(lambda **call: fd.chunk_kda(**call), fullgraph=True)
     for name, case in CASES.items():
@@ -203,8 +196,6 @@ def every_case(group: dist.ProcessGroup, backend: str, compiles: bool = False) -
         first = cut.run(group)
         others = {"again": cut.run(group), "replayed": cut.run(group), "kept": cut.run(group, disable_recompute=True)}
         others |= {way: replace(cut, exchange=way).run(group) for way in WAYS}
-        if name == "fla":
-            others["by FLA's context"] = by_context_of_fla(cut, group)
         if compiles and name == "packed":
             local = cut.local(context_parallel(cut.call["cu_seqlens"], group=group))
             others["compiled"] = results_of(dict(local), None, compiled)
@@ -258,47 +249,12 @@ def work_of_more(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
 def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
     found = every_case(group, backend, compiles=True) | by_either_way(group, backend)
     found["many tokens"] = of_many_tokens(group, backend)
-    spoiled = cut_of(CASES["packed"], group.size(), backend)
-    found["way"] = context_parallel(spoiled.call["cu_seqlens"], group=group).exchange
+    packed = cut_of(CASES["packed"], group.size(), backend)
+    found["way"] = context_parallel(packed.call["cu_seqlens"], group=group).exchange
     with first_configurations():
         both = beside_fla(cut_of(CASES["fla"], group.size(), backend), group)
     found["beside FLA"] = {name: on_host(x) for name, x in both.items()}
-    for name in ("q", "k", "v", "g", "beta"):
-        spoiled.call[name][:, 701:2701] = torch.nan
-    found["nan"] = on_host(spoiled.run(group))
     return found
-
-
-# ---- a layer ---------------------------------------------------------------------------------------------------------
-
-LAYER_OFFSETS = (0, 700, 1501, 2048)
-"""Of the sequences that ranks cut; no two of them lie on one rank alone."""
-
-
-def layered(group: dist.ProcessGroup, device: str = "cuda") -> dict[str, float]:
-    """How far a layer over ranks lies from the whole on one: its output, the gradients of its input, and those of its
-    parameters, summed over the ranks."""
-    rank, ranks = group.rank(), group.size()
-    torch.manual_seed(0)
-    layer = KimiDeltaAttention(256, 2, head_dim=128).to(device)
-    offsets = torch.tensor(LAYER_OFFSETS, dtype=torch.int32, device=device)
-    x, weight = torch.randn(2, 1, LAYER_OFFSETS[-1], 256).to(device)
-    tokens = slice(rank * x.shape[1] // ranks, (rank + 1) * x.shape[1] // ranks)
-    context = context_parallel(offsets, group=group, conv_size=layer.conv_size)
-    found = []
-    for own, where in ((slice(None), {"cu_seqlens": offsets}), (tokens, {"cp_context": context})):
-        inputs = x[:, own].clone().requires_grad_()
-        with torch.autocast(device, BF16, enabled=device == "cuda"):
-            y = layer(inputs, **where)[0]
-        grads = torch.autograd.grad((y * weight[:, own]).sum(), [inputs, *layer.parameters()])
-        found.append({"y": y.detach(), "x": grads[0], **dict(zip(dict(layer.named_parameters()), grads[1:]))})
-    whole, over_ranks = found
-    for name, x in over_ranks.items():
-        if name in ("x", "y"):
-            whole[name] = whole[name][:, tokens]
-        else:
-            dist.all_reduce(x)
-    return {name: relative_error(x, whole[name]) for name, x in over_ranks.items()}
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------

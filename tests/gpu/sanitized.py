@@ -34,6 +34,7 @@ from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.ranks import Cut, incoming_of
 from ..support.wy import WyCase, make_wy
 from .calls import KIMI, UNBOUNDED, in_steps, on_gpu, whole_heads
+from .test_pool import POOLS
 
 CASES = [
     *map(on_gpu, named("T1", "T65", "packed", "packed_unused", "packed_all_empty", "fused", "chunk32", "h")),
@@ -142,7 +143,7 @@ def gpu_pool(pool_case: PoolCase) -> dict:
 
 
 def pool(backend: str, races: bool) -> Calls:
-    found = [] if races else with_splits([gpu_pool(x) for x in PLAIN_POOLS + CHECKPOINT_POOLS])
+    found = [] if races else with_splits([gpu_pool(x) for x in PLAIN_POOLS + CHECKPOINT_POOLS if x in POOLS])
     return forwards(found, backend, races)
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,8 @@ import torch
 
 import flashdelta as fd
 from benchmarks.timing import profiled
+from flashdelta.kernels.hopper import launch as hopper
+from flashdelta.kernels.stages import launch as portable
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.program.workspace import sizes
 from flashdelta.runtime.call import check
@@ -26,6 +27,7 @@ from ..support.cases import BF16, FP32, Case, case_id
 from ..support.decoding import Step, memory_of
 from ..support.decoding_checks import output_of
 from ..support.fused import FusedStep
+from ..support.layer import CONVOLUTION_BY_NAME, ConvolutionCase
 from ..support.oracle import covered_tokens, same_bits
 from ..support.pools import PoolCase
 from ..support.rows import call_of
@@ -35,11 +37,9 @@ from .calls import (
     CALLS_TO_A_REPLAY,
     KIMI,
     MODELS,
-    UNBOUNDED,
     assert_same_bits,
     captured,
     gpu_call,
-    no_synchronisation,
     nothing_compiles,
     requested_bytes,
 )
@@ -111,6 +111,10 @@ def fused(step: FusedStep) -> list[Kind]:
     return decoding(step, replace(step, indices=(-1, *step.indices[:0:-1])))
 
 
+def convolution(case: ConvolutionCase) -> list[Kind]:
+    return kinds("", case, replace(case, name="other", indices=case.indices[::-1]), ops=[fd.short_convolution])
+
+
 def each(make: Callable[..., list[Kind]], cases: Iterable) -> list[Kind]:
     return [kind for case in cases for kind in make(case)]
 
@@ -126,24 +130,23 @@ SPLIT = [
 ]
 UNWATCHED = [
     *kinds("fixed", CARRIED),
-    *kinds("packed", replace(CARRIED, lengths=(60, 0, 40))),
     *chunked("packed, offsets on the host", replace(CARRIED, lengths=(60, 0, 40)), cu_seqlens_cpu=True),
-    *SPLIT,
-    *kinds("pool", PREFILL),
-    *each(functools.partial(chunked, ""), BUFFERS[:2]),
-    *each(fused, FUSED),
     *each(decoding, STEPS),
-    *prefill("", prefills.PLAIN),
     *wy(WY_PACKED),
 ]
+"""Of what is not captured below: in a graph nothing can wait."""
 
 
 @pytest.mark.parametrize("kind", UNWATCHED, ids=case_id)
 def test_the_host_never_waits_for_the_gpu(kind: Kind, backend: str):
     first, again = kind.call(backend), kind.call(backend)
     want = kind.run(first)
-    with no_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         results = kind.run(again)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(results, want)
 
 
@@ -205,6 +208,7 @@ GRAPHS = [
     *prefill("", PREFILLS[0], PREFILLS[0]),
     *wy(WY),
     *SPLIT,
+    *each(convolution, [CONVOLUTION_BY_NAME[name] for name in ("pool", "step")]),
 ]
 
 
@@ -229,11 +233,9 @@ def test_graph_replays_with_other_tensors(kind: Kind, backend: str):
 
 COMPILED = [
     *kinds("packed", replace(KIMI, lengths=(90, 110), state=FP32)),
-    *kinds("out", KIMI, out="out"),
-    *kinds("pool", PREFILL),
     *kinds("pool, out", PREFILL, out="out"),
-    *each(functools.partial(chunked, ""), BUFFERS[:2]),
-    *each(decoding, (STEPS[0], STEPS[4], STEPS[-2], STEPS[-1])),
+    *chunked("", BUFFERS[0]),
+    *each(decoding, (STEPS[0], STEPS[-2], STEPS[-1])),
     *prefill("", prefills.LOGITS),
 ]
 
@@ -317,48 +319,22 @@ def test_a_new_thread_needs_no_cuda_call_of_its_own(tokens: int, backend: str):
 
 # ---- compilation ----------------------------------------------------------------------------------------------------
 
-# K = V = 64 is used by no other test in a way that would hide a first compilation.
-SMALL = replace(KIMI, K=64, V=64, H=2, HV=2, T=100, state=FP32)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, op, backend: str):
-    start = replace(SMALL, lengths=(60, 40) if packed else None)
-    op(**gpu_call(op, start, BF16, backend))
-    if op is fd.fused_recurrent_kda and not packed:  # one token a sequence, of few and of many, is a kind of its own
-        for B in (1, 300):
-            op(**gpu_call(op, replace(start, T=1, B=B), BF16, backend))
-    if op is fd.chunk_kda and backend == "hopper":  # as are work tiles for more than a quarter of the SMs
-        many = replace(start, lengths=(5,) * 40) if packed else replace(start, T=5, B=40)
-        op(**gpu_call(op, many, BF16, backend))
-    others = [
-        *(replace(start, H=H, HV=HV) for H, HV in ((1, 1), (3, 3), (16, 16), (1, 2), (4, 20))),
-        *(replace(start, T=T) for T in (1, 16, 63, 64, 1000)),
-        *(replace(start, B=B) for B in (2, 16)),
-        *(replace(start, T=1, B=B) for B in (3, 500)),
-    ]
-    if packed:
-        lengths = ((1,), (64,), (1, 1), (0, 5, 0, 900), (16,) * 16)
-        others = [*(replace(start, lengths=n) for n in lengths), *(replace(c, B=1) for c in others)]
-    with nothing_compiles():
-        for case in others:
-            op(**gpu_call(op, case, BF16, backend))
-
 
 @pytest.mark.long
-def test_warmup_compiles_all_that_calls_need(op, backend: str):
-    """Afterwards no call of those kinds compiles: other heads, other lengths, slices of a fused projection."""
-    fd.warmup(op, [(64, 128)], backend=backend, state_v_first=True)
+def test_warmup_compiles_all_that_calls_need(backend: str):
+    """Afterwards no call of those kinds compiles: other heads, other lengths, slices of a fused projection. On any machine
+    `tests/unit/test_hopper_choice.py` holds that of more operators and options."""
+    fd.warmup(fd.chunk_kda, [(64, 128)], backend=backend, state_v_first=True)
     # heads that keep the fused projection's rows a multiple of 16 long
     base = replace(KIMI, K=64, V=128, H=8, HV=16, v_first=True, offsets_dtype=torch.int32)
     with nothing_compiles():
         for state, lengths, layout in itertools.product((None, FP32), (None, (7, 0, 120)), ("dense", "fused")):
-            op(**gpu_call(op, replace(base, state=state, lengths=lengths, layout=layout), BF16, backend))
-        if op is fd.chunk_kda:  # long sequences over few heads are split, or may be
-            for lengths in (None, (9000, 10), (400,) * 20):
-                call = gpu_call(op, replace(base, H=4, HV=4, T=9000, lengths=lengths), BF16, backend)
-                for options in ({}, {"batch_invariant": True}, {"split": 3}):
-                    op(**call | options)
+            case = replace(base, state=state, lengths=lengths, layout=layout)
+            fd.chunk_kda(**gpu_call(fd.chunk_kda, case, BF16, backend))
+        for lengths in (None, (9000, 10), (400,) * 20):  # long sequences over few heads are split, or may be
+            call = gpu_call(fd.chunk_kda, replace(base, H=4, HV=4, T=9000, lengths=lengths), BF16, backend)
+            for options in ({}, {"batch_invariant": True}, {"split": 3}):
+                fd.chunk_kda(**call | options)
 
 
 # ---- launches and memory ----------------------------------------------------------------------------------------------
@@ -366,7 +342,6 @@ def test_warmup_compiles_all_that_calls_need(op, backend: str):
 FORWARDS = {
     "fixed": replace(KIMI, H=32, HV=32, T=2048),
     "packed": replace(KIMI, H=16, HV=32, lengths=(1000, 0, 1, 1047), state=FP32, v_first=True),
-    "unbounded": replace(UNBOUNDED, H=32, HV=32, lengths=(1500, 500), state=BF16),
     "fused": replace(KIMI, H=32, HV=32, T=2048, layout="fused"),
 }
 
@@ -409,13 +384,7 @@ def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
     call = gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend)
     problem, _ = check(fd.chunk_kda, **call)
     fd.chunk_kda(**call)  # what it returns is freed, what compilation leaves stays
-    workspace = sum(
-        sizes(
-            importlib.import_module(f"flashdelta.kernels.{'stages' if backend == 'triton' else backend}.launch").layout(
-                problem
-            )
-        )
-    )
+    workspace = sum(sizes({"hopper": hopper, "triton": portable}[backend].layout(problem)))
     assert workspace > 2**25
     for _ in range(CALLS_TO_A_REPLAY + 1):
         results, kept, peak = requested_bytes(lambda: fd.chunk_kda(**call))

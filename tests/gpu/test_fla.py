@@ -21,7 +21,7 @@ CASES = [
     replace(KIMI, name="packed", H=32, HV=32, lengths=(1300, 547, 0, 201)),
     *(
         replace(BY_NAME[name], H=32, HV=32, K=128, V=128)
-        for name in ("same_keys", "same_keys_unsafe", "same_keys_2", "pinned_decay", "no_decay", "g-50")
+        for name in ("same_keys_unsafe", "same_keys_2", "no_decay", "g-50")
     ),
 ]
 

@@ -10,7 +10,7 @@ import torch
 
 import flashdelta as fd
 
-from ..support.cases import BF16, FP16, FP32, case_id
+from ..support.cases import BF16, FP16, FP32
 from ..support.fused import FUSED_STEPS, FusedStep, make_fused
 from ..support.fused_checks import HOPPER_FUSED, WRITTEN, by_operators, check_fused, check_rounds_of_fused
 from ..support.oracle import TOLERANCE, assert_close, same_bits
@@ -44,20 +44,14 @@ FUSED = [
 BY_NAME = {step.name: step for step in FUSED}
 
 
-@pytest.mark.parametrize(("step", "dtype"), in_turn(FUSED, FP32, FP16, always=[BF16]), ids=case_and_dtype)
+@pytest.mark.parametrize(("step", "dtype"), in_turn(FUSED), ids=case_and_dtype)
 def test_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype, backend: str):
     check_fused(step, dtype, backend, "cuda")
 
 
-@pytest.mark.parametrize(("step", "dtype"), in_turn(HOPPER_FUSED, FP32, FP16, always=[BF16]), ids=case_and_dtype)
+@pytest.mark.parametrize(("step", "dtype"), in_turn(HOPPER_FUSED), ids=case_and_dtype)
 def test_kernel_for_hopper_is_the_loop(step: FusedStep, dtype: torch.dtype, other_backend: str):
     check_fused(step, dtype, other_backend, "cuda")
-
-
-@pytest.mark.parametrize("step", HOPPER_FUSED, ids=case_id)
-def test_portable_kernel_is_the_loop_in_steps_for_hopper(step: FusedStep):
-    """In bfloat16 alone: other dtypes of it are tested above, and each costs a compilation."""
-    check_fused(step, BF16, "triton", "cuda")
 
 
 @pytest.mark.parametrize("name", ["heads_12", "K64", "many", "gva8_model"])

@@ -9,7 +9,7 @@ from ..fuzz import runner
 
 pytestmark = pytest.mark.gpu
 
-COUNTS = {"calls": 20, "mutations": 60}
+COUNTS = {"calls": 6, "mutations": 18}
 SEED = 0
 
 

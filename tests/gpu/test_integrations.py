@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..support.cases import BF16
 from ..support.oracle import relative_error
+from .calls import in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -161,16 +162,14 @@ def test_training(make: Callable, ids: Tensor, reached: list[str], monkeypatch: 
     assert len(reached) == 4
 
 
-@every_model
-@pytest.mark.parametrize("prompt", (40, 200))
-def test_generation(make: Callable, prompt: int, ids: Tensor, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "prompt"), in_turn(MODELS, 40, 200))
+def test_generation(name: str, prompt: int, ids: Tensor, monkeypatch: pytest.MonkeyPatch):
     """FLA's layer takes its recurrence for the prompt, too, if it is short."""
-    hold(functools.partial(generated, ids=ids[:, : prompt + 12], prompt=prompt), make, monkeypatch)
+    hold(functools.partial(generated, ids=ids[:, : prompt + 12], prompt=prompt), MODELS[name], monkeypatch)
 
 
-@pytest.mark.parametrize("ways", ({}, {"num_beams": 4}), ids=("greedy", "beam"))
 @torch.no_grad()
-def test_what_transformers_generates(ways: dict, reached: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_what_transformers_generates_by_beams(reached: list[str], monkeypatch: pytest.MonkeyPatch):
     """Texts part where two tokens are about as good. So the scores that a text was chosen by are held against those of an exact
     model for the same text: their errors are not above those of FLA's kernels."""
     torch.manual_seed(0)
@@ -178,18 +177,15 @@ def test_what_transformers_generates(ways: dict, reached: list[str], monkeypatch
     weights = {name: x.clone() for name, x in model.state_dict().items()}
     cast(model)
     prompt, new = torch.randint(3, VOCABULARY, (4, 70), device="cuda"), 48
-    options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True}
+    options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True, "num_beams": 4}
     model.generation_config.eos_token_id = None
 
     def generate() -> tuple[Tensor, Tensor]:
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), output_scores=True, **options, **ways)
-        beams = getattr(out, "beam_indices", None)
-        return out.sequences, model.compute_transition_scores(
-            out.sequences, out.scores, beams, normalize_logits=beams is None
-        )
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), output_scores=True, **options)
+        return out.sequences, model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
 
     with pytest.raises(ValueError, match="stateful"):  # transformers takes no assistant for such models
-        model.generate(prompt[:1], prompt_lookup_num_tokens=3, **options)
+        model.generate(prompt[:1], prompt_lookup_num_tokens=3, **options | {"num_beams": 1})
     texts = {"ours": generate()}
     assert reached
     _fla.disable()
@@ -207,7 +203,7 @@ def test_what_transformers_generates(ways: dict, reached: list[str], monkeypatch
 
 @pytest.mark.long
 @pytest.mark.usefixtures("much_memory")
-@every_model
+@pytest.mark.parametrize("make", [*MODELS.values()][1:], ids=[*MODELS][1:])
 def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[str]):
     torch._dynamo.reset()  # a function that others had compiled often is not compiled again
     torch.manual_seed(0)
@@ -222,31 +218,3 @@ def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[st
     assert max(relative_error(checkpointed[name], x) for name, x in want.items()) < 1e-3
     found = {name.removeprefix("_orig_mod."): x for name, x in compiled.items()}
     assert max(relative_error(found[name], x) for name, x in want.items()) < 0.05
-
-
-def test_packed_documents_are_documents_by_themselves():
-    """Hugging Face's Kimi-Linear, logits and gradients: transformers alone lets each see the one before. In float32: bfloat16
-    rounds otherwise where matrix products have other sizes."""
-    torch.manual_seed(0)
-    lengths = (700, 48, 1300)
-    model, ids = kimi_model().cuda(), torch.randint(3, VOCABULARY, (1, sum(lengths)), device="cuda")
-    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    positions = torch.cat([torch.arange(n, device="cuda") for n in lengths])[None]
-    call = {
-        "position_ids": positions,
-        "cu_seq_lens_q": cu,
-        "cu_seq_lens_k": cu,
-        "max_length_q": 1300,
-        "max_length_k": 1300,
-    }
-
-    def found(logits: Tensor) -> dict[str, Tensor]:
-        model.zero_grad(set_to_none=True)
-        logits.float().square().mean().backward()
-        grads = {name: p.grad.float() for name, p in model.named_parameters() if "self_attn" in name}
-        return {"logits": logits.detach().float()} | grads
-
-    packed = found(model(ids, **call).logits)
-    alone = found(torch.cat([model(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1))
-    for name, x in alone.items():
-        assert relative_error(packed[name], x) < 1e-3, name

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from flashdelta.nn import KimiDeltaAttention, import_weights
 
-from ..support.layers import check_joining, check_packed, check_pool, make_layer, rows
-from ..support.oracle import assert_close, relative_error
-from .calls import hold_replay
+from ..support.layers import check_packed, check_pool, make_layer, rows
+from ..support.oracle import relative_error
+from .calls import hold_replay, in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -19,30 +18,21 @@ BF16 = torch.bfloat16
 CLOSE = {torch.float32: 1e-3, BF16: 3e-2}
 """Projections in float32 may run in TF32."""
 
-dtypes = pytest.mark.parametrize("dtype", CLOSE, ids=str)
 SIZES = {"head_dim": 128, "num_heads": 2, "num_v_heads": 4, "chunk_size": 64}
 GATES = {"lower_bound": {"lower_bound": -5.0}, "softplus": {"gate": "softplus", "lower_bound": None}}
 
 
-@dtypes
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("gate", "dtype"), in_turn(GATES, BF16, torch.float32), ids=str)
 def test_packed_sequences_are_sequences(gate: str, dtype: torch.dtype):
     check_packed(make_layer(dtype, "cuda", **SIZES, **GATES[gate]), dtype, CLOSE[dtype], "cuda")
 
 
-@dtypes
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("gate", "dtype"), in_turn(GATES, torch.float32, BF16), ids=str)
 def test_a_pool_is_a_cache(gate: str, dtype: torch.dtype):
     check_pool(make_layer(dtype, "cuda", **SIZES, **GATES[gate]), dtype, CLOSE[dtype], "cuda")
 
 
-@dtypes
-def test_requests_join_and_leave(dtype: torch.dtype):
-    check_joining(make_layer(dtype, "cuda", **SIZES), dtype, CLOSE[dtype], "cuda")
-
-
-@pytest.mark.parametrize("tokens", [1, 200])
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("gate", "tokens"), in_turn(GATES, 200, 1))
 def test_flas_layer_computes_the_same(gate: str, tokens: int):
     """Outputs in bfloat16, and gradients of the input and of all weights."""
     fla = pytest.importorskip("fla.layers.kda")
@@ -81,23 +71,3 @@ def test_a_graph_of_a_step_serves_other_slots():
         slots.copy_(torch.tensor([7, -1, 0, 3]))
 
     hold_replay(lambda: layer(x, pool=pool, slots=slots)[0], [pool.conv, pool.state], change)
-
-
-def test_compiled_and_checkpointed_training_is_eager_training():
-    layer = make_layer(torch.float32, "cuda", **SIZES)
-    x = rows(2, 200, dtype=torch.float32, device="cuda")
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True)
-
-    def gradients(function) -> list[Tensor]:
-        layer.zero_grad()
-        with torch.autocast("cuda", BF16):
-            y = function(x)
-        y.float().square().sum().backward()
-        return [parameter.grad.clone() for parameter in layer.parameters()]
-
-    want = gradients(lambda x: layer(x)[0])
-    again = gradients(lambda x: checkpoint(lambda y: layer(y)[0], x, use_reentrant=False))
-    assert all(torch.equal(a, b) for a, b in zip(again, want))
-    for found, wanted in zip(gradients(lambda x: compiled(x)[0]), want):
-        assert_close("gradient", found, wanted.double(), 3e-2)

@@ -10,7 +10,7 @@ import torch
 
 import flashdelta as fd
 
-from ..support.cases import BF16, FP16, FP32, Case
+from ..support.cases import BF16, FP16, FP32
 from ..support.inputs import TOKEN_TENSORS
 from ..support.oracle import as_recurrent, assert_close, one_rounding, same_bits
 from ..support.pools import (
@@ -29,7 +29,7 @@ from ..support.pools import (
     pool_id,
     pooled,
 )
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, nothing_compiles, on_gpu, requested_bytes
+from .calls import KIMI, UNBOUNDED, case_and_dtype, in_turn, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -46,10 +46,7 @@ PREFILL = pooled(
     gap=256,
     index_dtype=torch.int32,
 )
-MODELS = [
-    PREFILL,
-    replace(PREFILL, name="unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, state=FP32)),
-]
+MODELS = [PREFILL, replace(PREFILL, name="unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, state=FP32))]
 BUFFERED = buffered(
     "prefill_buffers",
     PREFILL.why,
@@ -85,28 +82,34 @@ def nearly(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
-    """Also to the bit against plain calls: one for each piece, and of a pool without checkpoints one for all. Split sequences
-    have other bits."""
+    """Also to the bit against plain calls: of models one for each piece, and of a pool without checkpoints one for all."""
     call = gpu_pool_call(op, pool_case, dtype, backend)
-    ways = [by_pieces] if pool_case.split in (False, "auto") else []
+    ways = [by_pieces] if pool_case in MODELS + BUFFER_MODELS else []
     if pool_case.indices is not None and pool_case.marks is None and pool_case.rows is None:
         ways.append(gathered_and_scattered)
     hold_pool(op, call, ways, same_bits if op is fd.chunk_kda else nearly)
 
 
-POOLS = PLAIN_POOLS + CHECKPOINT_POOLS + MODELS
+INTERPRETED = {
+    *("batch", "bf16", "flags_batch", "all_null", "no_slots", "no_sequences", "unbounded", "every_16", "at_the_end"),
+    *("cut_batch", "cut_bf16", "every_64", "every_64_chunk32", "every_bf16", "every_longer", "every_no_rows"),
+    *("every_gva", "every_unbounded", "at_offsets", "offsets_batch", "only_final_bf16", "split_every"),
+}
+"""Cases that `tests/gluon/test_pool.py` has alone: kernels of their own for what others here have in other combinations."""
+
+POOLS = [x for x in PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS if x.name not in INTERPRETED]
 
 
-@pytest.mark.parametrize("pool_case", POOLS + BUFFERS + SPLITS + BUFFER_MODELS, ids=pool_id)
+@pytest.mark.parametrize("pool_case", POOLS + MODELS + BUFFER_MODELS, ids=pool_id)
 def test_chunk_bf16(pool_case: PoolCase, backend: str):
     check(fd.chunk_kda, pool_case, BF16, backend)
 
 
-OTHER_DTYPES = [PLAIN_POOLS[3], CHECKPOINT_POOLS[1], *MODELS, BUFFERS_BY_NAME["many_offsets"], *BUFFER_MODELS[:2]]
-
-
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-@pytest.mark.parametrize("pool_case", OTHER_DTYPES, ids=pool_id)
+@pytest.mark.parametrize(
+    ("pool_case", "dtype"),
+    in_turn([PLAIN_POOLS[3], PREFILL, BUFFERS_BY_NAME["many_offsets"], BUFFER_MODELS[1]], FP16, FP32),
+    ids=case_and_dtype,
+)
 def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: str):
     check(fd.chunk_kda, pool_case, dtype, backend)
 
@@ -114,19 +117,6 @@ def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: st
 @pytest.mark.parametrize("pool_case", [*PLAIN_POOLS, *MODELS], ids=pool_id)
 def test_recurrent_bf16(pool_case: PoolCase, backend: str):
     check(fd.fused_recurrent_kda, replace(pool_case, marks=None), BF16, backend)
-
-
-SEVERAL = replace(KIMI, lengths=(20, 0, 3), state=BF16, v_first=True, final=False)
-
-
-@pytest.mark.parametrize("case", [SEVERAL, replace(SEVERAL, lengths=None, B=300, T=1)], ids=["several", "one each"])
-@pytest.mark.parametrize("final", [FP32, BF16], ids=str)
-def test_recurrent_writes_a_final_state(final: torch.dtype, case: Case, backend: str):
-    """Of several tokens, and of one each with states as Hopper's own kernel has them."""
-    call = as_recurrent(gpu_pool_call(fd.chunk_kda, buffered("final", "", case, final=final), BF16, backend))
-    for _ in range(CALLS_TO_A_REPLAY):
-        call["final_state"].fill_(torch.nan)
-        hold_pool(fd.fused_recurrent_kda, call)
 
 
 # ---- how calls run --------------------------------------------------------------------------------------------------
@@ -141,30 +131,6 @@ def test_no_state_is_copied(backend: str):
     fd.fused_recurrent_kda(**call)
     _, _, peak = requested_bytes(lambda: fd.fused_recurrent_kda(**call))
     assert peak < 2**20
-
-
-SMALL: dict = {"K": 64, "V": 128, "H": 8, "offsets_dtype": torch.int32}
-WARMED: dict = {"state_v_first": True, "packed": (True,)}
-
-
-@pytest.mark.long
-def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
-    """Afterwards no call compiles: other heads, slots, pitches, and numbers of checkpoints."""
-    base = replace(PREFILL, case=replace(PREFILL.case, **SMALL, HV=16))
-    one = {name: tuple(row[0] for row in getattr(PREFILL, name)) for name in ("marks", "mark_rows")}
-    changes = [
-        {},
-        {"case": replace(base.case, H=1, HV=1)},
-        {"gap": 16, "flags": None},
-        {"slots": 30, "marks": None},
-        one,
-    ]
-    calls = [gpu_pool_call(op, replace(base, **each), BF16, backend) for each in changes]
-    checkpoints = {"checkpoints": (False, True)} if op is fd.chunk_kda else {}
-    fd.warmup(op, [(64, 128)], **WARMED, backend=backend, state_pool=(True,), **checkpoints)
-    with nothing_compiles():
-        for call in calls:
-            op(**call)
 
 
 @pytest.mark.usefixtures("much_memory")

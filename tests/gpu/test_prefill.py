@@ -10,9 +10,10 @@ import torch
 
 import flashdelta as fd
 from flashdelta.kernels.triton.build import build
+from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as runtime
 
-from ..support.cases import FP32, Case, case_id
+from ..support.cases import FP32, Case
 from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from .calls import assert_same_bits, case_and_dtype, in_turn
@@ -38,27 +39,20 @@ def check(case: Case, precision: str) -> None:
     hold(case, results, want)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=size_id)
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_cases(case: Case, size: tuple[int, int, int]):
-    check(sized(case, size), "tf32x3")
-
-
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("case", "size"), in_turn(CASES, *SIZES), ids=case_and_dtype)
-def test_cases_in_true_float32(case: Case, size: tuple[int, int, int]):
-    check(sized(case, size), "ieee")
+def test_cases(case: Case, size: tuple[int, int, int], precision: str):
+    check(sized(case, size), precision)
 
 
 @pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=size_id)
-@pytest.mark.parametrize("case", LONG, ids=case_id)
-def test_100_000_tokens(case: Case, size: tuple[int, int, int]):
-    check(sized(case, size), "tf32x3")
-
-
-@pytest.mark.usefixtures("much_memory")
-def test_100_000_tokens_in_true_float32():
-    check(sized(LONG[0], SIZES[-1]), "ieee")
+@pytest.mark.parametrize(
+    ("case", "size", "precision"),
+    [*((*x, "tf32x3") for x in in_turn(LONG, SIZES[0], SIZES[-1])), (LONG[0], SIZES[-1], "ieee")],
+    ids=case_and_dtype,
+)
+def test_100_000_tokens(case: Case, size: tuple[int, int, int], precision: str):
+    check(sized(case, size), precision)
 
 
 def tokens_of(call: dict, tokens: slice) -> dict:
@@ -80,9 +74,10 @@ def test_every_length(size: tuple[int, int, int]):
             assert rows.shape[2] == -(-T // size[2]) * size[2] and rows[:, :, T:].eq(0).all()
 
 
-@pytest.mark.parametrize("arch", [80, 89, 120])
 @pytest.mark.parametrize(
-    ("size", "precision"), [*((size, "tf32x3") for size in SIZES), (SIZES[-1], "ieee")], ids=lambda x: str(x)
+    ("size", "precision", "arch"),
+    [(SIZES[0], "tf32x3", 80), (SIZES[-1], "tf32x3", 89), (SIZES[-1], "tf32x3", 120), (SIZES[-1], "ieee", 80)],
+    ids=str,
 )
 def test_launch_parameters_of_other_gpus(size: tuple[int, int, int], precision: str, arch: int):
     """What an Ada or Ampere GPU would launch, compiled for the one at hand."""

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..support import replay_checks as checks
-from ..support.layouts import LAYOUTS, drawn, rotated
+from ..support.layouts import ALIKE, rotated
 from ..support.oracle import poisoned_memory
 from ..support.processes import on_processes
 from ..support.ranks import Found
@@ -28,15 +28,13 @@ def replays() -> Iterator[Replays]:
         yield found
 
 
-@pytest.mark.parametrize("turn", range(len(LAYOUTS)))
+@pytest.mark.parametrize("layouts", ALIKE.values(), ids=ALIKE)
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
-def test_every_tensor_in_every_layout(pair: tuple[Row, str], turn: int, replays: Replays):
-    check_row(*pair, rotated(pair[0], turn), replays, device="cuda")
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
-def test_layouts_at_random(pair: tuple[Row, str], replays: Replays):
-    check_row(*pair, drawn(pair[0], 0), replays, calls=4, device="cuda")
+def test_every_tensor_in_every_layout(pair: tuple[Row, str], layouts: list[str]):
+    """Layouts that share machine code one after another; `tests/gluon/test_replay.py` has all of them beside each other."""
+    for turn in range(len(layouts)):
+        with counting() as replays:
+            check_row(*pair, rotated(pair[0], turn, layouts), replays, device="cuda")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)

@@ -8,7 +8,6 @@ from functools import partial
 from unittest import mock
 
 import pytest
-import torch
 
 from flashdelta.kernels.hopper import recurrence
 
@@ -16,12 +15,7 @@ from ..support.cases import BF16, FP32, HARD_CASES, Case
 from ..support.decays import KINDS, decays_call
 from ..support.oracle import rounding_error, truth
 from ..support.pools import CHECKPOINT_POOLS
-from . import (
-    test_chunk,
-    test_execution,
-    test_pool,
-    test_stream_k,
-)
+from . import test_chunk, test_execution, test_pool, test_stream_k
 from .calls import BOTH, KIMI, UNBOUNDED, check, hold, in_steps, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +44,7 @@ def checks(what: str, found: list[Case]) -> dict[str, Callable]:
 
 
 K_FIRST = replace(test_pool.PREFILL, name="K first", case=replace(test_pool.PREFILL.case, v_first=False))
-STATES = [*CHECKPOINT_POOLS, test_pool.PREFILL, K_FIRST, *test_pool.BUFFER_MODELS]
+STATES = [*CHECKPOINT_POOLS[1::6], test_pool.PREFILL, K_FIRST, *test_pool.BUFFER_MODELS[:3]]
 CHECKS = {
     **cases(test_chunk.test_packed_with_states, HARD_CASES),
     **checks("both paths", [case for case in test_chunk.BOTH_PATHS + test_chunk.LONG_AND_HARD if case.K == 128]),
@@ -58,7 +52,7 @@ CHECKS = {
     **{f"random packings, {x.name}": partial(test_chunk.test_random_packings, 40, x) for x in MODELS},
     **checks("layout", [replace(KIMI, B=2, T=130, **test_chunk.LAYOUTS["fused, grouped heads"])]),
     **checks("layout, packed", [replace(KIMI, **test_chunk.BETWEEN, **test_chunk.LAYOUTS["padded rows"])]),
-    **checks("dims", [replace(KIMI, **dims, **x) for dims in test_chunk.OTHER_DIMS for x in test_chunk.STATES]),
+    **checks("dims", [replace(KIMI, **dims) for dims in test_chunk.OTHER_DIMS]),
     **{f"every tail, K 64, {x}": partial(test_chunk.test_every_tail, x, NARROW) for x in (None, FP32)},
     "random packings, K 64": partial(test_chunk.test_random_packings, 41, NARROW),
     "packed bits, K 64": partial(test_chunk.test_a_packed_sequences_bits_are_its_own, NARROW, CHUNK),
@@ -67,12 +61,6 @@ CHECKS = {
         f"packed bits, {x.name}": partial(test_chunk.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS
     },
     "bits of rows": partial(test_chunk.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
-    "pieces": partial(test_chunk.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),
-    **{
-        f"{bad} in {name}": partial(test_chunk.test_nan_stays_in_its_sequence, bad, name, CHUNK)
-        for name, bad in zip(("q", "v", "g", "k", "initial_state"), (torch.nan,) * 3 + (torch.inf,) * 2)
-    },
-    "inputs are never written": partial(test_chunk.test_inputs_are_never_written, CHUNK),
     **{
         f"graph, {kind.name}": partial(test_execution.test_graph_replays_with_other_tensors, kind)
         for kind in test_execution.GRAPHS

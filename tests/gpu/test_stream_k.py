@@ -47,15 +47,12 @@ CASES = [
     replace(KIMI, name="one", why="192 tiles of one length on 132 SMs", H=96, HV=96, T=2085),
     replace(KIMI, name="rows", why="rows of a batch", H=24, HV=24, B=4, T=1000, state=FP32, v_first=True),
     replace(KIMI, name="grouped", why="value heads that share a key head", H=20, HV=80, T=1500, state=BF16),
-    replace(KIMI, name="uneven", why="packed, each length half of the last", H=96, HV=96, lengths=UNEVEN, state=FP32),
     replace(UNBOUNDED, name="unbounded", why="the other gate", H=40, HV=40, lengths=(*UNEVEN, 0, 1), unused=7),
     replace(
         KIMI, name="one_long", why="longer than an equal range", H=8, HV=8, lengths=(8000, *(530,) * 40), state=FP32
     ),
     replace(KIMI, name="few", why="fewer tiles than SMs", H=4, HV=4, lengths=(3000, 200, 2000), state=FP32),
-    replace(KIMI, name="empty", why="empty ones everywhere", H=64, HV=64, lengths=(0, 700, 0, 0, 1900, 0), state=FP32),
     replace(KIMI, name="many", why="400 sequences", H=6, HV=6, lengths=lengths_between(3, 400, 900), state=FP32),
-    replace(KIMI, name="h", why="states before each chunk", H=80, HV=80, lengths=(1500, 0, 700), h=True, state=FP32),
     replace(KIMI, name="h_rows", why="the same for rows", H=80, HV=80, B=1, T=1900, h=True, state=BF16, v_first=True),
     replace(KIMI, name="narrow", why="the other head dimension", K=64, V=64, H=150, HV=150, T=1100, state=FP32),
 ]

@@ -32,7 +32,6 @@ CASES = [
     replace(MODEL, name="model_uneven", K=64, V=128),
     replace(MODEL, name="model_large", K=256, V=256),
     replace(MODEL, name="model_chunk32", chunk_size=32),
-    replace(MODEL, name="model_strong", decay=30.0),
     replace(MODEL, name="model_none", why="no token, with heads for which there would be tensor descriptors", T=0),
     *(BY_NAME[name] for name in ("packed32", "strided", "one", "none", "no_sequence")),
 ]
@@ -40,17 +39,9 @@ TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
 wy = fd.kernels.chunk_bwd_wy_dqkg
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, FP32, FP16, always=[BF16]), ids=case_and_dtype)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES), ids=case_and_dtype)
 def test_results_are_the_reference(case: WyCase, dtype: torch.dtype, backend: str):
     check_wy(case, dtype, backend, "cuda", TOLERANCE[dtype])
-
-
-def test_inputs_may_be_expanded(backend: str):
-    call = make_wy(CASES[1], BF16, "cuda") | {"backend": backend}
-    for name in ("q", "k", "g", "v", "beta", "do"):
-        call[name] = call[name][:1].expand_as(call[name])
-    dense = {name: x.contiguous() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-    assert all(torch.equal(x, y) for x, y in zip(wy(**call), wy(**dense)))
 
 
 @pytest.mark.parametrize("lengths", [None, (1300, 547, 0, 201)], ids=["fixed", "packed"])
