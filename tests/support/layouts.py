@@ -49,24 +49,6 @@ def without_repeats(x: Tensor) -> Tensor:
 REPEATS = ("expanded", "stride 0 in the last dimension", "stride 0")
 """Layouts that give elements the same number, which neither indices nor what is written may have."""
 
-ALIKE = {
-    "aligned": [
-        *(
-            "contiguous",
-            "stride 0 in the last dimension",
-            "transposed",
-            "stride 0",
-            "every second",
-            "expanded",
-            "padded",
-        )
-    ],
-    "off a boundary": ["offset"],
-    "uneven rows": ["padded rows"],
-}
-"""Layouts that mostly lead to the same machine code: rows are read where they lie, or from a copy. In this order no two of the
-first tensors have so few numbers that errors of rounding add up instead of cancelling."""
-
 GAPS = ("transposed", "every second", "padded rows")
 """Layouts that are not dense inside a slot."""
 
@@ -128,9 +110,9 @@ def laid_out(row: Row, call: dict, layouts: dict[str, str]) -> dict:
     return call | {name: lay(call[name], layout) for name, layout in chosen.items()}
 
 
-def rotated(row: Row, turn: int, layouts: Sequence[str] = tuple(LAYOUTS)) -> dict[str, str]:
-    """Every tensor in another layout; over all turns each in each."""
-    return {name: layouts[(i + turn) % len(layouts)] for i, name in enumerate(tensors_of(row))}
+def rotated(row: Row, turn: int) -> dict[str, str]:
+    """Every tensor in another layout; over as many turns as there are layouts each in each."""
+    return {name: [*LAYOUTS][(i + turn) % len(LAYOUTS)] for i, name in enumerate(tensors_of(row))}
 
 
 def in_one_row(call: dict, names: Sequence[str], rows: int, shared: bool) -> dict:
