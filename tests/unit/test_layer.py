@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.runtime.call import check
-from flashdelta.runtime.torch_ops import CONVOLUTION, CONVOLUTION_OUT, NORM, operator_of
 
 from ..support.layer import (
-    CONVOLUTION_BY_NAME,
     CONVOLUTION_CASES,
     NORM_BY_NAME,
     NORM_CASES,
@@ -25,7 +19,6 @@ from ..support.layer import (
     make_norm,
 )
 from ..support.layer_checks import check_convolution, check_norm
-from ..support.oracle import same_bits
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
@@ -72,48 +65,3 @@ def test_gradients_of_the_convolution(case: ConvolutionCase):
         return fd.short_convolution(**call | dict(zip(leaves, x)))
 
     assert torch.autograd.gradcheck(results, list(leaves.values()))
-
-
-# ---- operators --------------------------------------------------------------------------------------------------------------
-
-TRACED = [
-    *((fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME[name])) for name in ("heads", "fused")),
-    *(
-        (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME[name]))
-        for name in ("bias", "packed", "pool", "pool_flags", "step", "marks_pool", "every_packed")
-    ),
-]
-
-
-def compiled(function: Callable) -> Callable:
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
-
-
-def tensors_of(results: object) -> list[Tensor]:
-    return [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None]
-
-
-@pytest.mark.parametrize(("op", "make"), TRACED)
-def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
-    eager, traced = make(), make()
-    want = tensors_of(op(**eager))
-    found = tensors_of(compiled(lambda call: op(**call))(traced))
-    assert len(want) == len(found) and all(same_bits(x, y) for x, y in zip(found, want))
-    for name in {"state_pool", "checkpoint_states"} & eager.keys():
-        assert same_bits(traced[name].contiguous(), eager[name].contiguous())
-
-
-def test_operators_pass_opcheck():
-    square = {"x": torch.rand(2, 8, 8), "z": torch.rand(2, 8, 8), "weight": torch.rand(8)}
-    calls = [
-        (fd.gated_rms_norm, make_norm(NORM_BY_NAME["rows"]), NORM),
-        (fd.gated_rms_norm, {name: x.mT if x.dim() > 1 else x for name, x in square.items()}, NORM),
-        (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["packed_fla"]), CONVOLUTION),
-        (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["pool"]), CONVOLUTION_OUT),
-        (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["every"]), CONVOLUTION_OUT),
-    ]
-    for op, call, operator in calls:
-        problem, t = check(op, **call)
-        assert operator_of(problem, t) is operator
-        torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"))

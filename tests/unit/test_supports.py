@@ -19,7 +19,7 @@ from flashdelta.problem.operations import Operation
 from flashdelta.runtime.call import NoKernel, public_call
 
 from ..support.inputs import TOKEN_TENSORS
-from ..support.refusals import REFUSED, Refusal, good_call, refusals
+from ..support.refusals import good_call
 from ..support.work import MOST_INSTRUCTIONS, instructions
 from .conftest import Started
 
@@ -43,19 +43,6 @@ def test_a_good_call_is_supported_and_explained(op: Callable, start: str):
     assert answers[0] and answers[0].ok and answers[0].backend == explanation.chosen == "reference"
     assert "hopper: device type 'cpu'" in answers[0].reason
     assert fd.supports(op, **call, backend="reference").reason == answers[0].reason
-
-
-@pytest.mark.parametrize("refusal", refusals(REFUSED))
-def test_what_is_refused_is_not_supported(refusal: Refusal):
-    good, call = refusal.calls()
-    assert fd.supports(refusal.op, **good)
-    answers = [fd.supports(refusal.op, **call) for _ in range(2)]
-    assert answers[0] == answers[1] and not answers[0] and answers[0].backend is None
-
-    def raised(**arguments: object) -> None:
-        raise ValueError(answers[0].reason)
-
-    refusal.expect(raised, call)
 
 
 def test_other_questions_are_answered():
