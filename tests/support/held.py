@@ -32,10 +32,7 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def run_held(
-    op: Callable,
-    call: dict,
-    tolerance: float,
-    states: Callable[[torch.dtype], float] = of_states,
+    op: Callable, call: dict, tolerance: float, states: Callable[[torch.dtype], float] = of_states
 ) -> tuple[Tensor | None, ...]:
     """Returns the results of `op(**call)`. Outputs are held to `tolerance`, and states, by their dtype, to `states`."""
     claims = claims_of(op.__name__, call)

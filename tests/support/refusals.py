@@ -431,7 +431,7 @@ REFUSED_IF_CHECKED = {
         bad(
             cu_seqlens=offsets(0, 1, 1, 1, 19),
             **{name: lambda c, n=name: c[n].repeat_interleave(8, dim=1) for name in TOKEN_TENSORS},
-        ),
+        )
     ],
     (DECODE, "spec"): [bad(num_accepted_tokens=offsets(1, 4, 1))],
     (DECODE, "verify"): each(

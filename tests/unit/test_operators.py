@@ -80,11 +80,7 @@ POOL_CALLS = [
 TRACED = ("bounded", "packed_bf16_state", "no_final_state", "fused")
 
 TRACED_STEPS = ("paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows")
-LONG = [
-    *whole_sequences(*TRACED),
-    *POOL_CALLS,
-    *steps(*TRACED_STEPS),
-]
+LONG = [*whole_sequences(*TRACED), *POOL_CALLS, *steps(*TRACED_STEPS)]
 FUSED_CALLS = [
     (name, fd.fused_kda_decode, partial(make_fused, FUSED_BY_NAME[name]))
     for name in ("bias", "two_taps", "gva8", "spec_packed", "replay")
@@ -104,11 +100,7 @@ OTHERS = [
     ("", wy, partial(make_wy, WY_CASES["plain"])),
     ("", fd.kda_prefill, partial(prefill_call, LOGITS)),
 ]
-WITH_OUT = [
-    *whole_sequences("bounded", "packed_int32"),
-    *POOL_CALLS,
-    *steps(*TRACED_STEPS),
-]
+WITH_OUT = [*whole_sequences("bounded", "packed_int32"), *POOL_CALLS, *steps(*TRACED_STEPS)]
 
 
 def compiled(function: Callable, **options) -> Callable:
@@ -180,10 +172,7 @@ def test_compiled_graph_holds_one_operator():
     ("options", "said"),
     [
         ({"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}, "allow_neg_eigval must be False"),
-        (
-            {"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)},
-            "final_state must be of dtype float32",
-        ),
+        ({"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)}, "final_state must be of dtype float32"),
     ],
     ids=["rule", "dtype"],
 )

@@ -14,16 +14,7 @@ from ..fuzz.truth import claims_of
 from ..support.cases import BF16, BY_NAME, CASES, FP32, PACKED_CASES, WITH_GRADIENTS, Case, case_id
 from ..support.gradients import gradients, incoming
 from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import (
-    NO_H,
-    TOLERANCE,
-    as_recurrent,
-    assert_close,
-    assert_right,
-    conditioning,
-    float64,
-    same_bits,
-)
+from ..support.oracle import NO_H, TOLERANCE, as_recurrent, assert_close, assert_right, conditioning, float64, same_bits
 
 FP64 = torch.float64
 both = pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
