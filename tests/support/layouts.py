@@ -7,13 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .inputs import around
 from .rows import Row
-
-
-def around(x: Tensor, *before_after: int) -> Tensor:
-    """A copy amid NaN, or amid what no index may be; as `torch.nn.functional.pad` counts."""
-    fill = torch.nan if x.is_floating_point() else 0 if x.dtype == torch.bool else torch.iinfo(x.dtype).min
-    return torch.nn.functional.pad(x, before_after, value=fill)
 
 
 def _expanded(x: Tensor) -> Tensor:
