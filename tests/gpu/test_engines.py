@@ -98,7 +98,7 @@ def test_graph_of_sglangs_extension():
     snapshot = pool.new_zeros(4, *pool.shape[1:])
     tokens = [getattr(batch, x) for x in ("q", "k", "v", "g", "beta")]
     states = {"ssm_states": pool, "cache_indices": slots, "track_state": snapshot, "track_chunk_idx": chunks}
-    options = {**layer.gate, "beta_is_raw": True, "return_intermediate_states": False}
+    options = {**layer.model.gate, "beta_is_raw": True, "return_intermediate_states": False}
 
     def change() -> None:
         batch.rows.copy_(model.tokens(300))
