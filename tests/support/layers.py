@@ -81,11 +81,8 @@ def check_joining(layer: KimiDeltaAttention, dtype: torch.dtype, tolerance: floa
         x = rows(3, 1 + step, dtype=dtype, device=device)[:, -1:]
         for n in running:
             if n not in caches:
-                where = {
-                    "slots": torch.tensor([n], device=device),
-                    "has_initial_state": torch.tensor([False], device=device),
-                }
-                layer(prompts[n], pool=pool, **where)
+                slots, new = torch.tensor([n], device=device), torch.tensor([False], device=device)
+                layer(prompts[n], pool=pool, slots=slots, has_initial_state=new)
                 caches[n] = layer(prompts[n], return_cache=True)[1]
         slots = torch.tensor([*running, *[-1] * (3 - len(running))], device=device)
         y, _ = layer(x, pool=pool, slots=slots)

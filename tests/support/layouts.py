@@ -97,12 +97,8 @@ def tensors_of(row: Row) -> list[str]:
 
 def laid_out(row: Row, call: dict, layouts: dict[str, str]) -> dict:
     """The call with tensors in layouts by name, those left out as they are; one that is not taken so is contiguous."""
-    chosen = {
-        name: layout if takes(row, call, name, layout) else "contiguous"
-        for name, layout in layouts.items()
-        if name in call
-    }
-    return call | {name: lay(call[name], layout) for name, layout in chosen.items()}
+    taken = {name: takes(row, call, name, layout) for name, layout in layouts.items() if name in call}
+    return call | {name: lay(call[name], layouts[name] if taken[name] else "contiguous") for name in taken}
 
 
 def rotated(row: Row, turn: int) -> dict[str, str]:

@@ -86,9 +86,7 @@ class Cut:
             if name in SHARED:
                 whole[name] = torch.stack(parts).sum(0)
             elif name in ("final_state", "initial_state"):
-                rows = torch.zeros(
-                    len(self.offsets) - 1, *parts[0].shape[1:], dtype=parts[0].dtype, device=parts[0].device
-                )
+                rows = parts[0].new_zeros(len(self.offsets) - 1, *parts[0].shape[1:])
                 for rank, part in enumerate(parts):
                     for n, row in zip(self.sequences(rank), part):
                         ends = self.offsets[n + 1] <= (rank + 1) * self.tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
 
 import flashdelta as fd
 
@@ -36,32 +37,24 @@ def test_convolution_is_that_of_each_token(case: ConvolutionCase):
     check_convolution(case, torch.float64)
 
 
-@pytest.mark.parametrize("case", [NORM_BY_NAME[name] for name in ("silu", "fused", "one", "none")], ids=str)
-def test_gradients_of_the_norm(case: NormCase):
-    call = make_norm(case, torch.float64)
-    leaves = leaves_of(call)
-
-    def result(*x: Tensor) -> Tensor:
-        return fd.gated_rms_norm(**call | dict(zip(leaves, x)))
-
-    # fast: along random directions, as thousands of elements are not worth a call each
-    assert torch.autograd.gradcheck(result, list(leaves.values()), fast_mode=True)
-
-
 SHORT = {"D": 3, "T": 6}
 CHECKED = [
-    ConvolutionCase("checked", "all inputs", B=2, state=0, bias=True, **SHORT),
-    ConvolutionCase("checked_packed", "packed", lengths=(2, 0, 5, 1), state=1, W=3, D=3, padding=1),
-    ConvolutionCase("checked_linear", "no activation", activation=None, W=2, **SHORT),
+    *((fd.gated_rms_norm, make_norm, NORM_BY_NAME[name]) for name in ("silu", "fused", "one", "none")),
+    *(
+        (fd.short_convolution, make_convolution, case)
+        for case in (
+            ConvolutionCase("checked", "all inputs", B=2, state=0, bias=True, **SHORT),
+            ConvolutionCase("checked_packed", "packed", lengths=(2, 0, 5, 1), state=1, W=3, D=3, padding=1),
+            ConvolutionCase("checked_linear", "no activation", activation=None, W=2, **SHORT),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("case", CHECKED, ids=str)
-def test_gradients_of_the_convolution(case: ConvolutionCase):
-    call = make_convolution(case, torch.float64)
+@pytest.mark.parametrize(("op", "make", "case"), CHECKED, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_gradients(op: Callable, make: Callable, case: NormCase | ConvolutionCase):
+    call = make(case, torch.float64)
     leaves = leaves_of(call)
-
-    def results(*x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return fd.short_convolution(**call | dict(zip(leaves, x)))
-
-    assert torch.autograd.gradcheck(results, list(leaves.values()))
+    # fast: along random directions, as thousands of elements are not worth a call each
+    fast = op is fd.gated_rms_norm
+    assert torch.autograd.gradcheck(lambda *x: op(**call | dict(zip(leaves, x))), [*leaves.values()], fast_mode=fast)

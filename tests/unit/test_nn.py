@@ -178,19 +178,6 @@ def test_bad_inputs_are_named(tmp_path: Path) -> None:
             run()
 
 
-@torch.no_grad()
-def test_model_prefill_then_steps_is_the_whole_forward() -> None:
-    model = tiny_model()
-    tokens = torch.randint(len(VOCABULARY), (2, 50))
-    whole, _ = model(tokens)
-    logits, caches = model(tokens[:, :40], return_caches=True)
-    parts = [logits]
-    for i in range(40, 50):
-        logits, caches = model(tokens[:, i : i + 1], caches, return_caches=True)
-        parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
-
-
 def test_generate_is_reproducible_and_greedy_at_zero_temperature() -> None:
     model = tiny_model()
     prompt = encode("some text")[None].expand(2, -1)

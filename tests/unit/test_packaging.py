@@ -96,18 +96,8 @@ COMMANDS = (
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the wheel is installed, beside what it depends on."""
     found = tmp_path_factory.mktemp("site")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        f"--target={found}",
-        str(wheel),
-    ]
-    subprocess.run(pip, check=True, capture_output=True)
+    install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", f"--target={found}")
+    subprocess.run([sys.executable, *install, wheel], check=True, capture_output=True)
     return found
 
 

@@ -101,20 +101,15 @@ def own_names() -> None:
     pool, none = layer.make_pool(4), torch.zeros(2, dtype=torch.bool)
     half = replace(pool, state=pool.state.half())
     for y in (x, x[:, :4], x[:, :1]):
-        refused(
-            (
-                lambda y=y: layer(y, pool=pool, slots=torch.tensor([0, 9])),
-                "slots must be below .* 4 slots; got index 9",
-            ),
-            (lambda y=y: layer(y, pool=pool, slots=torch.tensor([2, 2])), "slots must be distinct: .* index 2"),
-            (lambda y=y: layer(y, pool=pool, slots=none), "slots must be of dtype"),
-            (
-                lambda y=y: layer(y, pool=half, slots=torch.tensor([0, 1])),
-                "pool.state must be of dtype .*; got float16",
-            ),
-            (lambda y=y: layer(y, replace(cache, state=cache.state.half())), "cache.state must be of dtype"),
-            (lambda y=y: layer(y, replace(cache, conv=cache.conv.half())), "cache.conv must be of dtype"),
-        )
+        for given, said in (
+            ({"pool": pool, "slots": torch.tensor([0, 9])}, "slots must be below .* 4 slots; got index 9"),
+            ({"pool": pool, "slots": torch.tensor([2, 2])}, "slots must be distinct: .* index 2"),
+            ({"pool": pool, "slots": none}, "slots must be of dtype"),
+            ({"pool": half, "slots": torch.tensor([0, 1])}, "pool.state must be of dtype .*; got float16"),
+            ({"cache": replace(cache, state=cache.state.half())}, "cache.state must be of dtype"),
+            ({"cache": replace(cache, conv=cache.conv.half())}, "cache.conv must be of dtype"),
+        ):
+            refused((lambda y=y, given=given: layer(y, **given), said))
 
 
 def unread() -> None:

@@ -17,7 +17,7 @@ from flashdelta.problem import device_checks
 from flashdelta.tools.cli import demo, doctor
 
 from ..support.cases import BY_NAME
-from ..support.inputs import make_call
+from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.readouts import OPERATORS, check_layer, check_readout
 
 ROOT = Path(__file__).parents[2]
@@ -82,11 +82,7 @@ def replayed(count: int) -> dict[str, Any]:
     """A row of a replay buffer that has recorded two tokens of three."""
     records = fd.replay_buffer(4, 2, 2, 32, 32)
     verify = step(1) | {"num_spec_tokens": 2, "update_state": False, "intermediate_states": records}
-    verify |= {
-        name: x[:, :1].expand(1, 2, *x.shape[2:]).flatten(0, 1)[None]
-        for name, x in step(1).items()
-        if name in "qkvgbeta"
-    }
+    verify |= {name: verify[name].expand(1, 2, *[-1] * (verify[name].dim() - 2)) for name in TOKEN_TENSORS}
     fd.recurrent_kda(**verify, cu_seqlens=offsets(0, 2))
     return committed(1, count) | {"intermediate_states": records}
 

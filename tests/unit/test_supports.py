@@ -19,18 +19,13 @@ from flashdelta.problem.operations import Operation
 from flashdelta.runtime.call import NoKernel, public_call
 
 from ..support.inputs import TOKEN_TENSORS
-from ..support.refusals import good_call
+from ..support.refusals import STARTS, good_call
 from ..support.work import MOST_INSTRUCTIONS, instructions
 from .conftest import Started
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
-wy = fd.kernels.chunk_bwd_wy_dqkg
-GOOD = (
-    *((op, start) for op in (fd.chunk_kda, fd.fused_recurrent_kda) for start in ("plain", "pool")),
-    *((fd.recurrent_kda, "paged"), (fd.commit, "plain"), (fd.kda_prefill, "plain"), (wy, "plain")),
-    *((fd.gated_rms_norm, "heads"), (fd.short_convolution, "pool_by_token"), (fd.fused_kda_decode, "one")),
-)
+GOOD = [(op, start) for op in STARTS for start in STARTS[op] if start != "host offsets"]  # which are read
 every_operator = pytest.mark.parametrize(("op", "start"), GOOD)
 
 
