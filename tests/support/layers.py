@@ -18,7 +18,8 @@ def make_layer(dtype: torch.dtype, device: str = "cpu", seed: int = 0, **argumen
     arguments = {"num_heads": 2, "num_v_heads": 4, "head_dim": 32, "chunk_size": 32, "conv_bias": True, **arguments}
     layer = KimiDeltaAttention(HIDDEN, **arguments).to(device, dtype)
     with torch.no_grad():
-        layer.conv_bias.uniform_(-0.5, 0.5)
+        if layer.conv_bias is not None:
+            layer.conv_bias.uniform_(-0.5, 0.5)
         layer.o_norm.uniform_(0.5, 1.5)
     return layer
 
