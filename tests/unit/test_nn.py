@@ -130,13 +130,8 @@ def test_loaded_parameters_of_the_gate_are_float32() -> None:
 
 BAD = {
     **{"head_dim": (48,), "head_v_dim": (16,), "num_v_heads": (3,), "num_heads": (0, 2.0), "conv_size": (0, 5)},
-    **{
-        "gate": ("none",),
-        "lower_bound": (-6.0, "low"),
-        "chunk_size": (16,),
-        "backend": ("fast",),
-        "conv_bias": ("no",),
-    },
+    **{"gate": ("none",), "lower_bound": (-6.0, "low"), "chunk_size": (16,)},
+    **{"backend": ("fast",), "conv_bias": ("no",)},
     **{"norm_eps": (0.0, float("nan"), "1e-5"), "allow_neg_eigval": (2,), "output_gate_bias": (None,)},
 }
 

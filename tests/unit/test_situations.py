@@ -331,18 +331,14 @@ def tensor_parallel() -> None:
 
 ROWS = [
     Situation("quantised projections", "SGLang #36507, QLoRA: a pool of int8 windows", lambda: quantised(False)),
-    Situation(
-        "dynamic quantisation", "make_pool and explain of a layer whose weight is a method", lambda: quantised(True)
-    ),
+    Situation("dynamic quantisation", "make_pool and explain where a weight is a method", lambda: quantised(True)),
     Situation("saved caches", "jundot/omlx #825: torch.load of a prompt cache with its default", saved),
     Situation("scale by position", "calls written for FLA, whose scale comes sixth", positional),
     Situation("names", "the layer's slots, pool and cache go by its own names in refusals of operators", own_names),
     Situation("unread arguments", "a null index without a pool, a bound beside a gate without one", unread),
     Situation("inputs of another kind", "a dtype, a device, a list instead of a tensor: refused by name", other_inputs),
     Situation("a default device", "torch.compile of the layer under torch.set_default_device", default_device),
-    Situation(
-        "inputs of the model", "too few pools ran fewer layers; tokens, sizes, files and devices by name", model_inputs
-    ),
+    Situation("inputs of the model", "too few pools; tokens, sizes, files and devices by name", model_inputs),
     Situation("float32 filters", "explain of a layer in bfloat16 whose filters stay in float32", wide_filters),
     Situation("no model", "load_model of what is no safetensors file, a torn one, or one of other weights", no_file),
     Situation("small sizes", "40 bytes are no 0.0 KiB", sizes),

@@ -263,13 +263,8 @@ def test_doctor_says_what_takes_seconds(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_make_demo_installs_the_command_alone_and_says_each_step(tmp_path: Path):
-    done = subprocess.run(
-        ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert sum(line.startswith("echo") for line in lines) >= 4 and "GB" in done.stdout
     assert any("'.[cli]'" in line for line in lines) and "test" not in done.stdout.replace(str(tmp_path), "")
