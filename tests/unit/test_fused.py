@@ -28,9 +28,7 @@ def test_takes_the_shapes_of_engines():
     step = FUSED_BY_NAME["bias"]
     call, other = make_fused(step), make_fused(step)
     want = fd.fused_kda_decode(**call)
-    other["raw_g"] = other["raw_g"].reshape(1, 3, 2, 32)
-    other["raw_beta"] = other["raw_beta"].reshape(1, 3, 2)
-    other["output_gate"] = other["output_gate"].reshape(1, 3, 2, 32)
-    other["A_log"] = other["A_log"].view(1, 1, 2, 1)
+    shapes = {"raw_g": (1, 3, 2, 32), "raw_beta": (1, 3, 2), "output_gate": (1, 3, 2, 32), "A_log": (1, 1, 2, 1)}
+    other |= {name: other[name].reshape(shape) for name, shape in shapes.items()}
     assert same_bits(fd.fused_kda_decode(**other), want)
     assert same_bits(other["state"], call["state"])
