@@ -240,13 +240,23 @@ def test_a_forward_is_its_calls_one_by_one(served: Served, kind: str):
 by_channel = pytest.mark.parametrize("dim_first", (False, True))
 
 
+def fused(monkeypatch: pytest.MonkeyPatch, drafts: int, dim_first: bool) -> tuple[Served, K3Step, Tensor, Tensor]:
+    """A layer of Kimi-K3's with a fused step, its windows, and a copy of these."""
+    served = Served("Kimi-K3", monkeypatch)
+    step = K3Step(served.model, drafts, dim_first)
+    windows = served.fuse(step, dim_first)
+    return served, step, windows, windows.clone()
+
+
+def moved(windows: Tensor, own: Tensor) -> list[int]:
+    return (windows != own).flatten(1).any(1).nonzero().flatten().tolist()
+
+
 @by_channel
 def test_fused_decode(dim_first: bool, monkeypatch: pytest.MonkeyPatch):
     """With a padded sequence, and rows of a captured graph past the tokens."""
-    served = Served("Kimi-K3", monkeypatch)
-    step = K3Step(served.model, 0, dim_first)
-    windows = served.fuse(step, dim_first)
-    own, other = windows.clone(), served.pool.clone()
+    served, step, windows, own = fused(monkeypatch, 0, dim_first)
+    other = served.pool.clone()
     batch, slots = Batch(served.model, served.model.tokens(5), [1] * 5), served.model.index([4, 9, 2, 0, 7])
     counts = {"num_decodes": 4, "num_actual_tokens": 4}
     o = served.run(batch, **counts, non_spec_state_indices_tensor=slots)
@@ -255,27 +265,20 @@ def test_fused_decode(dim_first: bool, monkeypatch: pytest.MonkeyPatch):
         want, states = step.exact(first, batch.g[0, :4], other, own, slots[:4])
     assert relative_error(o[:, :4], want) < TOLERANCE[FP32] and relative_error(served.pool, states) < TOLERANCE[FP32]
     assert not o[:, 3].any() and o[:, 4].isnan().all()
-    moved = (windows != own).flatten(1).any(1).nonzero().flatten().tolist()
-    assert moved == [2, 4, 9] and same_bits(windows[4, :, 2], batch.mixed[0])
+    assert moved(windows, own) == [2, 4, 9] and same_bits(windows[4, :, 2], batch.mixed[0])
 
 
 @by_channel
 def test_fused_verification(dim_first: bool, monkeypatch: pytest.MonkeyPatch):
     """Of three sequences, the last one padding, with counts for more."""
-    served = Served("Kimi-K3", monkeypatch)
-    step = K3Step(served.model, DRAFTS, dim_first)
-    windows = served.fuse(step, dim_first)
-    own, other = windows.clone(), served.pool.clone()
-    batch, metadata, _ = drafts(served, (3, 2, 0))
+    served, step, windows, own = fused(monkeypatch, DRAFTS, dim_first)
+    other, (batch, metadata, _) = served.pool.clone(), drafts(served, (3, 2, 0))
     accepted = metadata["num_accepted_tokens"]
-    metadata["num_accepted_tokens"] = torch.cat((accepted, accepted))
-    z = batch.g[0]
-    o = served.run(batch, **metadata)
+    o = served.run(batch, **metadata | {"num_accepted_tokens": torch.cat((accepted, accepted))})
     with torch.inference_mode():
-        want, states = step.exact(batch, z, other, own, metadata["spec_state_indices_tensor"], accepted)
+        want, states = step.exact(batch, batch.g[0], other, own, metadata["spec_state_indices_tensor"], accepted)
     assert relative_error(o, want) < TOLERANCE[FP32] and relative_error(served.pool, states) < TOLERANCE[FP32]
-    moved = (windows != own).flatten(1).any(1).nonzero().flatten().tolist()
-    assert moved == [6, 10] and same_bits(windows[6, :, 2:5], batch.mixed[:3].T)
+    assert moved(windows, own) == [6, 10] and same_bits(windows[6, :, 2:5], batch.mixed[:3].T)
 
 
 def choices(monkeypatch: pytest.MonkeyPatch, capability: int) -> dict[str, Callable[..., str]]:

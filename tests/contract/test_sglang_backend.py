@@ -70,9 +70,8 @@ class Backend:
         self.prefill_graph_metadata = self.accept_lens_pool = None
         self.verify_intermediate_state_indices = self.model.index(range(4))
         self._can_run_dspark_cutedsl_mtp = self._can_run_fused_chain_verify = lambda **named: False
-        gate = {"A_log": self.model.A_log, "dt_bias": self.model.dt_bias, "lower_bound": self.model.lower_bound}
         dims = {f"{x}_dim": H * D for x in "qkv"} | {f"head_{x}_dim": D for x in "qkv"}
-        self.layer = SimpleNamespace(layer_id=0, conv_weights=None, bias=None, num_v_heads=H, **gate, **dims)
+        self.layer = SimpleNamespace(layer_id=0, conv_weights=None, bias=None, num_v_heads=H, **self.model.gate, **dims)
 
     def _convolve_prefill(self, layer: Any, batch: Any, mixed: Tensor, *others: Any) -> Tensor:
         return mixed

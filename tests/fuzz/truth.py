@@ -233,13 +233,18 @@ def chunk(c: dict) -> list[Claim]:
     return [*claims, *pool.claims.values(), *buffer.claims.values()]
 
 
-def checkpoints(c: dict, s: Sequence) -> list[tuple[int, int, bool]]:
-    """The index of each offset, where it cuts the sequence, and whether it asks for the state there."""
+def marks(c: dict, n: int) -> list[tuple[int, int]]:
+    """The index of each checkpoint of sequence `n`, and its offset."""
     if c.get("checkpoint_offsets") is None:
         return []
+    indices, offsets = (c[f"checkpoint_{name}"][n].reshape(-1).tolist() for name in ("indices", "offsets"))
+    return [*zip(indices, offsets)]
+
+
+def checkpoints(c: dict, s: Sequence) -> list[tuple[int, int, bool]]:
+    """The index of each offset, where it cuts the sequence, and whether it asks for the state there."""
     found, cut = [], 0
-    offsets, indices = (c[f"checkpoint_{name}"][s.number].reshape(-1).tolist() for name in ("offsets", "indices"))
-    for offset, index in zip(offsets, indices):
+    for index, offset in marks(c, s.number):
         cut = min(max(offset, cut), s.length)
         found.append((index, cut, 0 < offset == cut))
     return found
@@ -432,7 +437,9 @@ def convolution(c: dict) -> list[Claim]:
     D = c["x"].shape[2]
     taps = c["weight"].reshape(D, -1)
     pool, flags = Slots(c, "state_pool", v_first=True, null=True), c.get("has_initial_state")
-    given = next((c[name] for name in ("initial_state", "state_pool", "final_state") if c.get(name) is not None), None)
+    buffer, every, rows = Slots(c, "checkpoint_states", v_first=True), c.get("checkpoint_every"), itertools.count()
+    names = ("initial_state", "state_pool", "final_state", "checkpoint_states")
+    given = next((c[name] for name in names if c.get(name) is not None), None)
     L = taps.shape[1] - 1 if given is None else given.shape[2]
     claims = []
     for s in sequences(c):
@@ -447,14 +454,18 @@ def convolution(c: dict) -> list[Claim]:
         claims.append(Claim("o", s.tokens, o, group=n))
         if s.length > 0:
             pool.store(inputs[-L:], n, index)
+        cuts = [(next(rows), i) for i in range(0, s.length, every)] if every is not None else marks(c, n)
+        for row, cut in cuts:
+            if cut <= s.length and (cut > 0 or every is not None):
+                buffer.store(inputs[cut : cut + L], n, row)
         if pool.pool is None and (c.get("output_final_state") or c.get("final_state") is not None):
             claims.append(Claim("final_state", (n,), pool.inner(inputs[-L:]), group=n))
-    return [*claims, *pool.claims.values()]
+    return [*claims, *pool.claims.values(), *buffer.claims.values()]
 
 
 OF_THE_STEP = (
     *("A_log", "dt_bias", "gate", "scale", "allow_neg_eigval", "state_v_first", "null_index", "cu_seqlens"),
-    *("num_spec_tokens", "intermediate_states", "intermediate_state_indices", "use_qk_l2norm_in_kernel"),
+    *("intermediate_states", "intermediate_state_indices", "use_qk_l2norm_in_kernel"),
 )
 """Arguments of `fused_kda_decode` that go to its step as they are."""
 
@@ -489,6 +500,7 @@ def fused(c: dict) -> list[Claim]:
     drafts = c.get("num_spec_tokens") is not None and c.get("intermediate_states") is None
     step = {name: c[name] for name in OF_THE_STEP if name in c} | {"use_gate_in_kernel": True, "mixed_qkv": mixed}
     step |= {"lower_bound": c.get("lower_bound", -5.0), "beta_is_logit": c.get("beta_is_logit", True)}
+    step |= {"num_spec_tokens": S1 - 1}  # a sequence of more tokens has no output, and stores nothing
     step |= {"g": c["raw_g"].reshape(len(x), HV * K), "beta": c["raw_beta"].reshape(len(x), HV)}
     step |= {"initial_state": state, "update_state": c.get("intermediate_states") is None}
     step |= {"ssm_state_indices": indices if drafts else indices[:, 0]}

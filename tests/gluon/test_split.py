@@ -12,8 +12,8 @@ from flashdelta.kernels.triton.segments import plan_kernel
 from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
 from flashdelta.program.launch import Launch
 
-from ..support.oracle import assert_close
-from ..support.split_cases import COSTS, forced, offsets, split_call, split_pool_call
+from ..support.oracle import assert_close, float64
+from ..support.split_cases import COSTS, offsets, split_call, split_pool_call
 from .interpreter import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
@@ -27,7 +27,7 @@ def hold(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
 
 
 def exactly(call: dict) -> tuple[torch.Tensor, ...]:
-    return fd.chunk_kda(**forced(call, torch.float64), backend="reference")
+    return fd.chunk_kda(**float64(call), backend="reference")
 
 
 # empty sequences, tails and single chunks, each once and no longer than the parts take
@@ -39,7 +39,7 @@ def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
 
 def test_split_with_a_pool_and_checkpoints():
     call = split_pool_call()
-    exact = forced(call, torch.float64)
+    exact = float64(call)
     o, _ = fd.chunk_kda(**call, split=4, backend="triton")
     wanted, _ = fd.chunk_kda(**exact, backend="reference")
     hold((o, call["state_pool"]), (wanted, exact["state_pool"]))

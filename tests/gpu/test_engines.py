@@ -88,6 +88,29 @@ def test_graphs_take_other_slots_and_tokens(name: str, kind: str, order: tuple[i
     hold_replay(run, [pool, buffer], change, slice(0, 9 if kind == "verify" else 8))
 
 
+@torch.inference_mode()
+def test_graph_of_sglangs_extension():
+    """Captured for a number of tokens, and replayed for fewer, with tracked states."""
+    model = Model(4, 128)
+    layer, pool = LAYERS["SGLang"](model), model.pool(8)
+    batch = Batch(model, model.tokens(300), [100, 100, 0, 0])
+    slots, chunks = model.index([1, 2, -1, -1]), model.index([1, -1, -1, -1])
+    snapshot = pool.new_zeros(4, *pool.shape[1:])
+    tokens = [getattr(batch, x) for x in ("q", "k", "v", "g", "beta")]
+    states = {"ssm_states": pool, "cache_indices": slots, "track_state": snapshot, "track_chunk_idx": chunks}
+    options = {**layer.model.gate, "beta_is_raw": True, "return_intermediate_states": False}
+
+    def change() -> None:
+        batch.rows.copy_(model.tokens(300))
+        batch.offsets.copy_(model.index([0, 130, 150, 290, 290]))
+        slots.copy_(model.index([5, 3, 4, -1]))
+        chunks.copy_(model.index([2, -1, 1, -1]))
+
+    run = functools.partial(layer.call.extend, None, *tokens, **states, **options, query_start_loc=batch.offsets)
+    # what is not tracked may hold anything
+    hold_replay(run, [pool, snapshot[0], snapshot[2]], change, slice(0, 290))
+
+
 # ---- beside the engines' own kernels -----------------------------------------------------------------------------------------
 
 THEIRS = ("Kimi-Linear", "GLM-5.3-Flash, Triton", "Ling-3", "SGLang")

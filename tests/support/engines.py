@@ -48,6 +48,10 @@ class Model:
         self.A_log = self.source.uniform(self.H) * 2
         self.dt_bias = self.source.normal(self.H * self.D) - 3
 
+    @property
+    def gate(self) -> dict[str, Any]:
+        return {"A_log": self.A_log, "dt_bias": self.dt_bias, "lower_bound": self.lower_bound}
+
     def pool(self, slots: int) -> Tensor:
         """`[slots, H, V, K]`, full of numbers."""
         size = self.H * self.D * self.D
@@ -84,14 +88,20 @@ class Batch:
     def qkv(self) -> dict[str, Tensor]:
         return {"q": self.q, "k": self.k, "v": self.v}
 
+    @property
+    def tokens(self) -> dict[str, Tensor]:
+        return {**self.qkv, "g": self.g, "beta": self.beta}
+
+    @property
+    def raw(self) -> dict[str, Tensor]:
+        return {"raw_g": self.g, "raw_beta": self.beta}
+
 
 def exact_sequence(model: Model, rows: Tensor) -> tuple[Tensor, Tensor]:
     """`o [T, H, D]` of one new sequence, and the final state `[H, V, K]`, in float64."""
-    batch = Batch(model, rows, [len(rows)])
-    tensors = float64({**batch.qkv, "g": batch.g, "beta": batch.beta, "A_log": model.A_log, "dt_bias": model.dt_bias})
-    options: dict[str, Any] = {"lower_bound": model.lower_bound, "backend": "reference", "split": False}
+    call = float64(Batch(model, rows, [len(rows)]).tokens | model.gate) | {"backend": "reference", "split": False}
     flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
-    found: Any = chunk_kda(**tensors, **options, **flags, output_final_state=True, state_v_first=True)
+    found: Any = chunk_kda(**call, **flags, output_final_state=True, state_v_first=True)
     return found[0][0], found[1][0]
 
 
@@ -99,12 +109,10 @@ def exact_steps(model: Model, rows: Tensor, states: Tensor, tokens: int) -> tupl
     """`[N, tokens, H, D]`, and the states `[N, tokens, H, V, K]` after each token, in float64. Sequence `n` starts from
     `states[n]` and has as many `rows` as the others."""
     batch = Batch(model, rows, [len(rows)])
-    given = {
-        name: x[0].unflatten(0, (-1, tokens)) for name, x in {**batch.qkv, "g": batch.g, "beta": batch.beta}.items()
-    }
-    given = float64(given | {"A_log": model.A_log, "dt_bias": model.dt_bias, "initial_state": states})
+    given = {name: x[0].unflatten(0, (-1, tokens)) for name, x in batch.tokens.items()}
+    given = float64(given | model.gate | {"initial_state": states})
     given["intermediate_states"] = states.new_zeros(len(states), tokens, *states.shape[1:], dtype=torch.float64)
-    options: dict[str, Any] = {"lower_bound": model.lower_bound, "beta_is_logit": True, "backend": "reference"}
+    options: dict[str, Any] = {"beta_is_logit": True, "backend": "reference"}
     drafts = {"num_spec_tokens": tokens - 1, "update_state": False}
     o, _ = recurrent_kda(**given, **options, **drafts, gate="softplus" if model.lower_bound is None else "lower_bound")
     return o, given["intermediate_states"]
@@ -214,10 +222,6 @@ class KimiLinear:
     def adapted(self, theirs: Functions | None) -> Functions:
         return adapted(_vllm.PATCHES, self.modules, theirs)
 
-    @property
-    def gate(self) -> dict[str, Any]:
-        return {"A_log": self.model.A_log, "dt_bias": self.model.dt_bias, "lower_bound": self.model.lower_bound}
-
     def start(self, pool: Tensor, slot: int) -> None:
         """Makes the slot that of a new sequence, where flags do not tell."""
         pool[slot] = 0
@@ -227,22 +231,20 @@ class KimiLinear:
 
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
         o, last = self.call.chunk_kda_with_fused_gate(
-            *(*batch.qkv.values(), batch.g, batch.beta, self.model.A_log, self.model.dt_bias),
+            *(*batch.tokens.values(), self.model.A_log, self.model.dt_bias),
             initial_state=self.call.gather_initial_states(pool, slots, flags),
-            lower_bound=self.model.lower_bound,
-            **PREFILL,
-            cu_seqlens=batch.offsets,
+            **{**PREFILL, "lower_bound": self.model.lower_bound, "cu_seqlens": batch.offsets},
         )
         pool[slots] = last
         return o
 
     def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
-        given = {"mixed_qkv": batch.mixed, "raw_g": batch.g, "raw_beta": batch.beta, **self.gate}
+        given = {"mixed_qkv": batch.mixed, **batch.raw, **self.model.gate}
         return self.call.fused_recurrent_kda_packed_decode(**given, initial_state=pool, state_indices=slots)[0]
 
     def verify(self, batch: Batch, pool: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
         """`slots [N, 1 + S]`, from that of the last accepted token. The table and the counts may have more rows."""
-        given = {**batch.qkv, "raw_g": batch.g, "raw_beta": batch.beta, **self.gate, "initial_state": pool}
+        given = {**batch.qkv, **batch.raw, **self.model.gate, "initial_state": pool}
         at = {"cu_seqlens": batch.offsets, "ssm_state_indices": slots, "num_accepted_tokens": accepted}
         return self.call.fused_recurrent_kda(**given, **at, out=self.room(batch.v))[0]
 
@@ -265,7 +267,7 @@ class KimiK3(KimiLinear):
         shapes = (batch.v.shape, *[(len(slots) + 2, *pool.shape[1:])] * 2, (1,))
         _, final, saved, workspace = self.call.current_workspace_manager().get_simultaneous(*shapes)
         final, saved = final[: states.shape[0]], saved[: states.shape[0]]
-        given = {**batch.qkv, "g": batch.g, "beta": batch.beta, **self.gate, "initial_state": states}
+        given = batch.tokens | self.model.gate | {"initial_state": states}
         given |= {"cu_seqlens": batch.offsets, "out": self.room(batch.v), "final_state": final, "workspace": workspace}
         if marks is None:
             o, last = self.call._flashkda_prefill(**given)
@@ -297,7 +299,7 @@ class Glm(KimiLinear):
         initial = self.call.gather_initial_states(pool, slots, flags)
         o, last = self.call._flashkda_prefill(
             SimpleNamespace(**layer, kda_lower_bound=self.model.lower_bound, _checkpoint_exporter=exporter),
-            *(*batch.qkv.values(), batch.g, batch.beta, initial, batch.offsets, self.room(batch.v)),
+            *(*batch.tokens.values(), initial, batch.offsets, self.room(batch.v)),
             **{"checkpoint": checkpoint, "raw_qkv": batch.mixed, "conv_state": pool, "recurrent_state": pool},
         )
         assert exported is None or [*exported[0]] == ["raw_qkv", "conv_state", "cu_seqlens"]
@@ -307,18 +309,9 @@ class Glm(KimiLinear):
     def step(self, batch: Batch, pool: Tensor, slots: Tensor, accepted: Tensor | None) -> Tensor:
         gate = {"a_log": self.model.A_log.view(1, 1, -1, 1), "g_bias": self.model.dt_bias, "compute_gate": True}
         at = {"cu_seqlens": batch.offsets, "ssm_state_indices": slots, "num_accepted_tokens": accepted}
-        given = {
-            **batch.qkv,
-            "g": batch.g,
-            "beta": batch.beta,
-            "initial_state": pool,
-            "sigmoid_beta": True,
-            **at,
-            **gate,
-        }
-        return self.call.fused_recurrent_kda(
-            **given, lower_bound=self.model.lower_bound, use_qk_l2norm_in_kernel=True, out=self.room(batch.v)
-        )[0]
+        given = batch.tokens | at | gate | {"initial_state": pool, "lower_bound": self.model.lower_bound}
+        options = {"sigmoid_beta": True, "use_qk_l2norm_in_kernel": True}
+        return self.call.fused_recurrent_kda(**given, **options, out=self.room(batch.v))[0]
 
     def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
         return self.step(batch, pool, slots, None)
@@ -434,8 +427,8 @@ class K3Step:
         """`[1, T, H, D]`. With counts of `accepted` tokens it is a round with drafts, whose `slots` are `[N, 1 + drafts]`."""
         model, out = self.model, torch.empty_like(batch.v)
         given: dict[str, Any] = {"x": batch.mixed, "weight": self.parts, "conv_state": windows, "raw_beta": batch.beta}
-        given |= {"A_log": model.A_log, "dt_bias": model.dt_bias, "state_indices": slots, "state": pool}
-        given |= {"output_gate": z, "norm_weight": self.wide_norm, "norm_eps": EPS, "lower_bound": model.lower_bound}
+        given |= model.gate | {"state_indices": slots, "state": pool}
+        given |= {"output_gate": z, "norm_weight": self.wide_norm, "norm_eps": EPS}
         if accepted is None:
             return self.call.fused_kda_decode(**given, raw_g=batch.g, bias=None, out=out)
         counts = {"query_start_loc": batch.offsets, "num_accepted_tokens": accepted}
@@ -453,19 +446,16 @@ class K3Step:
     ) -> Tensor:
         """The same as vLLM's layer has it: kernel by kernel."""
         model, mixed, core = self.model, torch.empty_like(batch.mixed), torch.empty_like(batch.v)
-        gate = {"A_log": model.A_log, "dt_bias": model.dt_bias, "lower_bound": model.lower_bound}
-        given: dict[str, Any] = {"raw_g": batch.g, "raw_beta": batch.beta, **gate, "initial_state": pool}
-        convolve = functools.partial(theirs["causal_conv1d_update"], activation="silu", out=mixed)
+        given: dict[str, Any] = batch.raw | model.gate | {"initial_state": pool}
+        taken = (batch.mixed, windows, self.filters, None)
+        convolve = functools.partial(theirs["causal_conv1d_update"], *taken, activation="silu", out=mixed)
         if accepted is None:
-            convolve(batch.mixed, windows, self.filters, None, conv_state_indices=slots, validate_data=True)
+            convolve(conv_state_indices=slots, validate_data=True)
             step = theirs["fused_recurrent_kda_packed_decode"]
             core.copy_(step(mixed_qkv=mixed, **given, state_indices=slots)[0])
         else:
             counts = {"num_accepted_tokens": accepted, "query_start_loc": batch.offsets}
-            most = slots.shape[1]
-            convolve(
-                batch.mixed, windows, self.filters, None, conv_state_indices=slots[:, 0], max_query_len=most, **counts
-            )
+            convolve(conv_state_indices=slots[:, 0], max_query_len=slots.shape[1], **counts)
             q, k, v = (x.unflatten(1, (model.H, model.D))[None] for x in mixed.chunk(3, dim=1))
             at = {"ssm_state_indices": slots, "num_accepted_tokens": accepted, "cu_seqlens": batch.offsets}
             theirs["fused_recurrent_kda"](q=q, k=k, v=v, **given, **at, out=core)
@@ -475,18 +465,14 @@ class K3Step:
         self, batch: Batch, z: Tensor, pool: Tensor, windows: Tensor, slots: Tensor, accepted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Outputs, and the pool after it, in float64."""
-        tensors = {"x": batch.mixed, "raw_g": batch.g, "raw_beta": batch.beta, "conv_state": windows, "state": pool}
+        tensors = {"x": batch.mixed, **batch.raw, "conv_state": windows, "state": pool}
         tensors |= {"weight": self.filters, "norm_weight": self.norm, "output_gate": z}
-        exact = float64(tensors | {"A_log": self.model.A_log, "dt_bias": self.model.dt_bias})
-        drafts: dict[str, Any] = {}
+        exact = float64(tensors | self.model.gate)
+        options: dict[str, Any] = {"norm_eps": EPS, "null_index": "non_positive", "backend": "reference"}
         if accepted is not None:
-            drafts = {
-                "num_spec_tokens": slots.shape[1] - 1,
-                "num_accepted_tokens": accepted,
-                "cu_seqlens": batch.offsets,
-            }
-        options: dict[str, Any] = {"lower_bound": self.model.lower_bound, "norm_eps": EPS, "null_index": "non_positive"}
-        o = fused_kda_decode(**exact, state_indices=slots, **drafts, **options, backend="reference")
+            options |= {"num_spec_tokens": slots.shape[1] - 1, "num_accepted_tokens": accepted}
+            options["cu_seqlens"] = batch.offsets
+        o = fused_kda_decode(**exact, state_indices=slots, **options)
         return o.view(1, *batch.v.shape[1:]), exact["state"]
 
     def exact_sequence(self, rows: Tensor, z: Tensor) -> Tensor:
@@ -533,9 +519,9 @@ class SGLang(KimiLinear):
             chunks = index(every + [-1] * (rows - len(every)))
         returns = marks is not None and not self.in_graph
         found = self.call.extend(
-            *(None, *batch.qkv.values(), batch.g, batch.beta),
+            *(None, *batch.tokens.values()),
             **{"ssm_states": pool, "cache_indices": slots, "query_start_loc": offsets},
-            **{**self.gate, "beta_is_raw": True, "is_spec_decode": False, "return_intermediate_states": returns},
+            **{**self.model.gate, "beta_is_raw": True, "is_spec_decode": False, "return_intermediate_states": returns},
             **{"track_state": snapshot, "track_chunk_idx": chunks},
         )
         o = found[0] if returns else found
@@ -546,14 +532,14 @@ class SGLang(KimiLinear):
 
     def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
         sizes = {"num_v_heads": self.model.H, "head_v_dim": self.model.D, "scale": self.model.D**-0.5}
-        given = {**self.gate, **sizes, "ssm_states": pool, "cache_indices": slots}
+        given = {**self.model.gate, **sizes, "ssm_states": pool, "cache_indices": slots}
         tokens = batch.mixed, batch.g.flatten(2), batch.beta
         return self.call.packed_decode(None, *tokens, **given, replayssm_d=None, replayssm_write_pos=None)
 
     def verify_read_only(self, batch: Batch, pool: Tensor, slots: Tensor, buffer: Tensor, tokens: int) -> Tensor:
         """To rows of `buffer [rows, most, H, V, K]`, of which it is the engine to take the accepted states."""
         rows = torch.arange(len(buffer), dtype=torch.int32, device=pool.device)
-        given = {**self.gate, **batch.qkv, "a": batch.g.flatten(2), "b": batch.beta, "ssm_states": pool}
+        given = {**self.model.gate, **batch.qkv, "a": batch.g.flatten(2), "b": batch.beta, "ssm_states": pool}
         given |= {"cache_indices": slots, "query_start_loc": batch.offsets, "intermediate_states_buffer": buffer}
         given |= {"intermediate_state_indices": rows, "cache_steps": tokens, "retrieve_parent_token": None}
         return self.call.target_verify(None, **given)

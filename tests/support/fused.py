@@ -140,11 +140,9 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
 def _scattered(step: FusedStep, call: dict) -> dict:
     """Rows of a head stay dense."""
     heads = {"raw_g": (step.HV, step.K), "output_gate": (step.HV, step.V)}
-    # as far apart as nothing else is
-    found = {
-        name: in_memory(call[name].reshape(-1, *heads[name]), apart)
-        for name, apart in (("raw_g", 3), ("output_gate", 4))
-    }
+    # as far as nothing else is
+    apart = {"raw_g": 3, "output_gate": 4}
+    found = {name: in_memory(call[name].reshape(-1, *heads[name]), n) for name, n in apart.items()}
     for name in ("raw_beta", "A_log", "dt_bias", "bias", "norm_weight"):
         if call[name] is not None:
             x = call[name].reshape(-1, step.HV) if name == "raw_beta" else call[name]

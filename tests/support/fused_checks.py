@@ -41,12 +41,8 @@ def check_fused(step: FusedStep, dtype: torch.dtype, backend: str, device: str =
         step = replace(step, state=dtype)
     call = make_fused(step, dtype, device, seed)
     states = of_states if step.rows is None else lambda dtype: 1e-4
-    run_held(
-        fd.fused_kda_decode,
-        call | {"output": output_of(step, dtype, device), "backend": backend},
-        TOLERANCE[dtype],
-        states,
-    )
+    given = call | {"output": output_of(step, dtype, device), "backend": backend}
+    run_held(fd.fused_kda_decode, given, TOLERANCE[dtype], states)
     return call
 
 
@@ -56,16 +52,11 @@ def by_operators(call: dict, backend: str) -> torch.Tensor:
     pool = {"state_pool": call["conv_state"], "state_indices": call["state_indices"], "backend": backend}
     mixed, _ = fd.short_convolution(call["x"][:, None], call["weight"], call["bias"], **pool)
     names = ("A_log", "dt_bias", "lower_bound", "gate", "use_qk_l2norm_in_kernel", "beta_is_logit", "allow_neg_eigval")
-    o, _ = fd.recurrent_kda(
-        mixed_qkv=mixed[:, 0],
-        g=call["raw_g"].reshape(rows, HV * K),
-        beta=call["raw_beta"].reshape(rows, HV),
-        initial_state=call["state"],
-        ssm_state_indices=call["state_indices"],
-        scale=call["scale"],
-        **{name: call[name] for name in names},
-        backend=backend,
-    )
+    tokens = {"g": call["raw_g"].reshape(rows, HV * K), "beta": call["raw_beta"].reshape(rows, HV)}
+    tokens["scale"] = call["scale"]
+    states = {"initial_state": call["state"], "ssm_state_indices": call["state_indices"]}
+    given = tokens | states | {name: call[name] for name in names}
+    o, _ = fd.recurrent_kda(mixed_qkv=mixed[:, 0], **given, backend=backend)
     z = call["output_gate"].reshape(o.shape)
     return fd.gated_rms_norm(o, z, call["norm_weight"], eps=EPS, backend=backend)
 
@@ -80,9 +71,8 @@ def check_rounds_of_fused(rounds: int, dtype: torch.dtype, backend: str, device:
     spec = {"T": 1 + S, "spec": S, "B": N, "accepted": (1,) * N, **heads}
     each = make_fused(FusedStep("each", "", indices=rows_of(N, 1 + S), slots=16, **spec), dtype, device)
     own = FusedStep("replayed", "", indices=(*range(N),), slots=N, rows="slots", **spec)
-    replayed = make_fused(own, dtype, device) | {
-        x: each[x] for x in ("weight", "A_log", "dt_bias", "norm_weight", *ROWS)
-    }
+    shared = ("weight", "A_log", "dt_bias", "norm_weight", *ROWS)
+    replayed = make_fused(own, dtype, device) | {name: each[name] for name in shared}
     slots = replayed["state_indices"]
     for name in ("state", "conv_state"):
         replayed[name].copy_(each[name][:: 1 + S])

@@ -14,19 +14,9 @@ from flashdelta.program.launch import Launch
 from .inputs import TOKEN_TENSORS
 from .launches import start
 from .oracle import NO_H, covered_tokens, float64, poisoned_memory
+from .ranks import incoming
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-
-
-def incoming(call: dict) -> tuple[Tensor, Tensor]:
-    """What the gradients of `o` and of the final state are taken with."""
-    q, v = call["q"], call["v"]
-    source = torch.Generator().manual_seed(5)
-    grad_o = torch.randn(v.shape, generator=source, dtype=torch.float64)
-    sequences = q.shape[0] if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
-    inner = (v.shape[3], q.shape[3]) if call.get("state_v_first") else (q.shape[3], v.shape[3])
-    grad_final = torch.randn(sequences, v.shape[2], *inner, generator=source, dtype=torch.float64)
-    return grad_o.to(q.device), grad_final.to(q.device)
 
 
 def gradients(call: dict, grad_o: Tensor, grad_final: Tensor, op: Callable = fd.chunk_kda) -> dict[str, Tensor]:

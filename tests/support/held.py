@@ -31,27 +31,11 @@ def bytes_of(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-def claims_for(op: Callable, call: dict) -> list[Claim]:
-    if op.__name__ != "fused_kda_decode" or call.get("cu_seqlens") is None or call.get("num_spec_tokens"):
-        return claims_of(op.__name__, call)
-    # a sequence of several tokens has no output then, and stores nothing
-    lengths = call["cu_seqlens"].diff().cpu()
-    long = {int(call["cu_seqlens"][n]) for n in (lengths > 1).nonzero()}
-    indices = torch.where(lengths > 1, -1, call["state_indices"].cpu())
-    found = claims_of(op.__name__, call | {"state_indices": indices})
-    return [x for x in found if x.target != "o" or x.index[1].start not in long]
-
-
 def run_held(
-    op: Callable,
-    call: dict,
-    tolerance: float,
-    states: Callable[[torch.dtype], float] = of_states,
-    more: Sequence[Claim] = (),
+    op: Callable, call: dict, tolerance: float, states: Callable[[torch.dtype], float] = of_states
 ) -> tuple[Tensor | None, ...]:
-    """Returns the results of `op(**call)`. Outputs are held to `tolerance`, and states, by their dtype, to `states`. `more`:
-    claims that the truth leaves out."""
-    claims = [*claims_for(op, call), *more]
+    """Returns the results of `op(**call)`. Outputs are held to `tolerance`, and states, by their dtype, to `states`."""
+    claims = claims_of(op.__name__, call)
     tensors = {name: x for name, x in call.items() if isinstance(x, Tensor) and x.numel() > 0}
     before = {name: bytes_of(x).clone() for name, x in tensors.items()}
     with poisoned_memory():

@@ -193,14 +193,15 @@ def _tokens_innermost(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
 
 
-def _odd_offset(x: Tensor) -> Tensor:
-    return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
+def around(x: Tensor, *before_after: int) -> Tensor:
+    """A copy amid NaN, or amid what no index may be; as `torch.nn.functional.pad` counts."""
+    fill = torch.nan if x.is_floating_point() else 0 if x.dtype == torch.bool else torch.iinfo(x.dtype).min
+    return torch.nn.functional.pad(x, before_after, value=fill)
 
 
 def _padded(x: Tensor) -> Tensor:
     """Rows 4 elements longer than they need: 8 bytes in half precision, 16 in fp32."""
-    rows = torch.cat([x.flatten(2), x.new_full((*x.shape[:2], 4), torch.nan)], dim=-1)
-    return rows[..., :-4].unflatten(-1, x.shape[2:])
+    return around(x.flatten(2), 0, 4)[..., :-4].unflatten(-1, x.shape[2:])
 
 
 def _each(place: Callable[[Tensor], Tensor]) -> Callable[[dict], dict]:
@@ -218,8 +219,7 @@ def _fused(t: dict) -> dict:
 def _mixed(t: dict, beside: int = 0) -> dict:
     """`q`, `k` and `v` of a token in one row, for `recurrent_kda`; `beside` more elements between two of them."""
     rows = torch.cat([t[name].flatten(2).flatten(0, 1) for name in "qkv"], dim=-1)
-    between = rows.new_full((len(rows), beside), torch.nan)
-    mixed = torch.cat([rows, between], dim=-1)[:, : rows.shape[1]]
+    mixed = around(rows, 0, beside)[:, : rows.shape[1]]
     return {"mixed_qkv": mixed, "g": t["g"].flatten(2).flatten(0, 1), "beta": t["beta"].flatten(0, 1)}
 
 
@@ -230,7 +230,7 @@ LAYOUTS = {
     "tokens_innermost": _each(_tokens_innermost),
     # every head reads the first one's memory, and every batch row the first row's
     "expanded": _each(lambda x: x[:1, :, :1].expand_as(x)),
-    "odd_offset": _each(_odd_offset),
+    "odd_offset": _each(lambda x: around(x.flatten(), 1, 0)[1:].view(x.shape)),
     "padded": _each(_padded),
     "fused": _fused,
     "mixed": _mixed,

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-def normal(source: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=source, dtype=torch.float64)
+from .inputs import Source
 
 
-def source_of(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+def source_of(name: str) -> Source:
+    return Source(torch.float64, "cpu", zlib.crc32(name.encode()))
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
@@ -65,7 +63,7 @@ NORM_BY_NAME = {case.name: case for case in NORM_CASES}
 def make_norm(case: NormCase, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict:
     """The arguments, drawn in float64 and rounded."""
     source = source_of(case.name)
-    x, z, weight = (normal(source, *shape) for shape in (case.shape, case.shape, case.shape[-1:]))
+    x, z, weight = (source.normal(*shape) for shape in (case.shape, case.shape, case.shape[-1:]))
     call: dict = {"x": x.to(dtype).to(device), "z": z.to(dtype).to(device)}
     if case.sliced:
         call = {name: in_memory(y, 3) for name, y in call.items()}
@@ -165,11 +163,11 @@ CONVOLUTION_BY_NAME = {case.name: case for case in CONVOLUTION_CASES}
 def make_convolution(case: ConvolutionCase, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict:
     """The arguments, drawn in float64 and rounded; tokens of no sequence are NaN."""
     source = source_of(case.name)
-    x = normal(source, case.B, case.tokens, case.D).to(dtype).to(device)
+    x = source.normal(case.B, case.tokens, case.D).to(dtype).to(device)
     x[:, case.tokens - case.padding :] = torch.nan
-    weight = normal(source, case.D, case.W).to(dtype).to(device)
+    weight = source.normal(case.D, case.W).to(dtype).to(device)
     call: dict = {"x": in_memory(x, 3) if case.sliced else x, "weight": weight[:, None] if case.like_conv1d else weight}
-    call["bias"] = normal(source, case.D).to(wide_of(dtype)).to(device) if case.bias else None
+    call["bias"] = source.normal(case.D).to(wide_of(dtype)).to(device) if case.bias else None
     call["activation"] = case.activation
     if case.lengths is not None:
         offsets = [*itertools.accumulate(case.lengths, initial=0)]
@@ -177,7 +175,7 @@ def make_convolution(case: ConvolutionCase, dtype: torch.dtype = torch.float32, 
     if case.state is not None:
         length = case.W - 1 + case.state
         rows = case.N if case.indices is None else case.slots
-        states = normal(source, rows, length, case.D).to(dtype).to(device).mT
+        states = source.normal(rows, length, case.D).to(dtype).to(device).mT
         states = states.contiguous() if case.order == "channel" else states
         call["initial_state" if case.indices is None else "state_pool"] = states
     if case.indices is not None:
@@ -189,7 +187,7 @@ def make_convolution(case: ConvolutionCase, dtype: torch.dtype = torch.float32, 
         call["output_final_state"] = case.final
     if case.buffer:
         length = case.W - 1 + (case.state or 0)
-        call["checkpoint_states"] = normal(source, case.buffer, length, case.D).to(wide_of(dtype)).to(device).mT
+        call["checkpoint_states"] = source.normal(case.buffer, length, case.D).to(wide_of(dtype)).to(device).mT
     if case.marks is not None:
         call |= {name: torch.tensor(x, device=device) for name, x in zip(MARKS, (case.rows, case.marks))}
     if case.every is not None:
@@ -213,7 +211,7 @@ def gradients(op, call: dict, dtype: torch.dtype | None = None) -> dict[str, Ten
     results = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
     incoming = []
     for i, x in enumerate(results):
-        grad = normal(source_of(f"gradient {i}"), *x.shape).to(call["x"].dtype).to(x.dtype).to(x.device)
+        grad = source_of(f"gradient {i}").normal(*x.shape).to(call["x"].dtype).to(x.dtype).to(x.device)
         if i == 0 and call.get("cu_seqlens") is not None:
             grad[:, call["cu_seqlens"][-1] :] = 0.0
         incoming.append(grad)

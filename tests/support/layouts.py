@@ -7,13 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .inputs import around
 from .rows import Row
-
-
-def around(x: Tensor, *before_after: int) -> Tensor:
-    """A copy amid NaN, or amid what no index may be; as `torch.nn.functional.pad` counts."""
-    fill = torch.nan if x.is_floating_point() else 0 if x.dtype == torch.bool else torch.iinfo(x.dtype).min
-    return torch.nn.functional.pad(x, before_after, value=fill)
 
 
 def _expanded(x: Tensor) -> Tensor:
@@ -102,12 +97,8 @@ def tensors_of(row: Row) -> list[str]:
 
 def laid_out(row: Row, call: dict, layouts: dict[str, str]) -> dict:
     """The call with tensors in layouts by name, those left out as they are; one that is not taken so is contiguous."""
-    chosen = {
-        name: layout if takes(row, call, name, layout) else "contiguous"
-        for name, layout in layouts.items()
-        if name in call
-    }
-    return call | {name: lay(call[name], layout) for name, layout in chosen.items()}
+    taken = {name: takes(row, call, name, layout) for name, layout in layouts.items() if name in call}
+    return call | {name: lay(call[name], layouts[name] if taken[name] else "contiguous") for name in taken}
 
 
 def rotated(row: Row, turn: int) -> dict[str, str]:

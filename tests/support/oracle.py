@@ -174,12 +174,11 @@ def conditioning(case: Case, dtype: torch.dtype) -> float:
     return ILL_CONDITIONED if case.ill_conditioned and dtype == torch.float32 else 1.0
 
 
-def assert_right(op, call: dict, want: tuple | None = None, factor: float = 1.0) -> tuple:
-    """Runs `op(**call)` and holds every result against the truth (or `want`); returns the results. `factor` is on the
-    tolerance of the dtype."""
+def assert_right(op, call: dict, factor: float = 1.0) -> tuple:
+    """Runs `op(**call)` and holds every result against the truth; returns the results. `factor` is on the tolerance of the
+    dtype."""
     dtype = call["q"].dtype
-    results = op(**call)
-    want = want or truth(call)
+    results, want = op(**call), truth(call)
     tokens = covered_tokens(call)
     assert results[0].dtype == call["v"].dtype
     assert_close("o", results[0][:, tokens], want[0][:, tokens], factor * TOLERANCE[dtype])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
+from ..fuzz.truth import Slots, checkpoints, sequences
 from .cases import BF16, BOUNDED, FP32, Case
 from .decoding import INT32, amid, memory_of
 from .held import run_held
@@ -206,93 +207,57 @@ def plain_call(call: dict) -> dict:
     return kept | {"output_final_state": True}
 
 
-def slot_named(call: dict, index: int) -> int | None:
-    lowest = 1 if call["null_index"] == "non_positive" else 0
-    return index if lowest <= index < call["state_pool"].shape[0] else None
-
-
-def sequences(call: dict) -> list[tuple[int, int, int]]:
-    """Batch row, first and past-the-last token of every sequence."""
-    if "cu_seqlens" in call:
-        return [(0, start, stop) for start, stop in itertools.pairwise(call["cu_seqlens"].tolist())]
-    B, T = call["q"].shape[:2]
-    return [(b, 0, T) for b in range(B)]
-
-
 def initial_states(call: dict) -> Tensor:
     """`[N, ...]` in float32 (float64), gathered by hand."""
-    pool, given, K, V = (call.get("state_pool"), call.get("initial_state"), call["q"].shape[3], call["v"].shape[3])
+    pool, given, K, V = (
+        Slots(call, "state_pool", null=True),
+        call.get("initial_state"),
+        call["q"].shape[3],
+        call["v"].shape[3],
+    )
     N, inner = len(sequences(call)), (V, K) if call.get("state_v_first") else (K, V)
     wide = torch.float64 if call["q"].dtype == torch.float64 else FP32
-    found = call["v"].new_zeros(N, call["v"].shape[2], *inner, dtype=wide)
-    if pool is None:
-        return found if given is None else given.to(wide)
-    for n, index in enumerate(call["state_indices"].tolist()):
-        slot = slot_named(call, index)
-        if slot is not None and ("has_initial_state" not in call or call["has_initial_state"][n]):
-            found[n] = pool[slot]
+    if given is not None:
+        return given.to(wide)
+    found, flags = call["v"].new_zeros(N, call["v"].shape[2], *inner, dtype=wide), call.get("has_initial_state")
+    for n, index in enumerate(call["state_indices"].tolist() if pool.pool is not None else ()):
+        if pool.has(index) and (flags is None or flags[n]):
+            found[n] = pool.pool[index]
     return found
 
 
 def gathered_and_scattered(op, call: dict) -> dict[str, Tensor]:
     """What a call without checkpoints leaves: states gathered, one plain call, states scattered."""
     o, final = op(**plain_call(call) | {"initial_state": initial_states(call)})
-    pool = copied(call["state_pool"])
-    for index, state, (_, start, stop) in zip(call["state_indices"].tolist(), final, sequences(call)):
-        slot = slot_named(call, index)
-        if slot is not None and stop > start:
-            pool[slot] = state
+    slots, pool = Slots(call, "state_pool", null=True), copied(call["state_pool"])
+    for s, index in zip(sequences(call), call["state_indices"].tolist()):
+        if slots.has(index) and s.length > 0:
+            pool[index] = final[s.number]
     return {"o": o, "state_pool": pool}
-
-
-def cuts(offsets: Iterable[int], length: int) -> list[tuple[int, bool]]:
-    """Where a sequence is cut at its checkpoints, in order, and whether the state there is asked for."""
-    found, cut = [], 0
-    for offset in offsets:
-        cut = min(max(cut, offset), length)
-        found.append((cut, 0 < offset == cut))
-    return found
-
-
-def marks_of(call: dict, n: int, length: int, first_row: int) -> list[tuple[int, str, int | None]]:
-    """Where sequence `n` is cut, in order, and what gets the state there (None: no slot)."""
-    buffer, every = call.get("checkpoint_states"), call.get("checkpoint_every")
-    if every is not None:
-        rows = enumerate(range(0, length, every), first_row)
-        return [(cut, "checkpoint_states", row if row < len(buffer) else None) for row, cut in rows]
-    if "checkpoint_offsets" not in call:
-        return []
-    offsets, indices = (call[f"checkpoint_{x}"][n].reshape(-1).tolist() for x in ("offsets", "indices"))
-    marks = [(cut, index) if asked else (cut, -1) for (cut, asked), index in zip(cuts(offsets, length), indices)]
-    if buffer is None:
-        return [(cut, "state_pool", slot_named(call, index)) for cut, index in marks]
-    return [(cut, "checkpoint_states", index if 0 <= index < len(buffer) else None) for cut, index in marks]
 
 
 def by_pieces(op, call: dict) -> dict[str, Tensor]:
     """What a plain call for each piece of each sequence leaves; they carry the state from one to the next."""
-    left, state_of, first_row = (
-        with_memory_of_its_own(call) | {"o": torch.zeros_like(call["v"])},
-        initial_states(call),
-        0,
-    )
+    left, state_of = with_memory_of_its_own(call) | {"o": torch.zeros_like(call["v"])}, initial_states(call)
+    pool, buffer = Slots(call, "state_pool", null=True), Slots(call, "checkpoint_states")
+    kept, every, rows = pool if buffer.pool is None else buffer, call.get("checkpoint_every"), itertools.count()
     plain = plain_call(call)  # with states before chunks as the call, since the bits of many heads depend on it
     plain.pop("cu_seqlens", None)
-    for n, (b, start, stop) in enumerate(sequences(call)):
-        length, state, done = stop - start, state_of[n : n + 1], 0
-        marks = marks_of(call, n, length, first_row)
-        first_row += len(marks)
-        own = None if "state_pool" not in call else slot_named(call, int(call["state_indices"][n]))
-        for cut, name, row in [*marks, (length, "state_pool", own)]:
+    for s in sequences(call):
+        state, done = state_of[s.number : s.number + 1], 0
+        regular = ((next(rows), cut, True) for cut in range(0, s.length, every or 1))
+        marks = checkpoints(call, s) if every is None else regular
+        own = -1 if pool.pool is None else int(call["state_indices"][s.number])
+        for index, cut, asked, slots in [*((*mark, kept) for mark in marks), (own, s.length, True, pool)]:
             if cut > done:
-                tokens = slice(start + done, start + cut)
-                piece = {name: call[name][b : b + 1, tokens] for name in TOKEN_TENSORS}
-                left["o"][b, tokens], state, *_ = op(**plain | piece | {"initial_state": state})
+                tokens = slice(s.begin + done, s.begin + cut)
+                piece = {name: call[name][s.row : s.row + 1, tokens] for name in TOKEN_TENSORS}
+                left["o"][s.row, tokens], state, *_ = op(**plain | piece | {"initial_state": state})
                 done = cut
-            if row is not None and length > 0:
-                left[name][row] = state[0]
+            if asked and slots.has(index) and s.length > 0:
+                left[slots.target][index] = state[0]
         if "final_state" in left:
-            left["final_state"][n] = state[0]
+            left["final_state"][s.number] = state[0]
     return {name: left[name] for name in ("o", *WRITTEN) if name in left}
 
 

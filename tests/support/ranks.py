@@ -15,7 +15,7 @@ import flashdelta as fd
 from flashdelta.parallel import ContextParallel, context_parallel
 from flashdelta.parallel.border import FIRST_RANK, HALO, LAST_RANK, OPEN_IN, OPEN_OUT, counts, shard
 
-from .inputs import TOKEN_TENSORS
+from .inputs import TOKEN_TENSORS, Source
 from .virtual import on_ranks
 
 SHARED = ("A_log", "dt_bias")
@@ -86,9 +86,7 @@ class Cut:
             if name in SHARED:
                 whole[name] = torch.stack(parts).sum(0)
             elif name in ("final_state", "initial_state"):
-                rows = torch.zeros(
-                    len(self.offsets) - 1, *parts[0].shape[1:], dtype=parts[0].dtype, device=parts[0].device
-                )
+                rows = parts[0].new_zeros(len(self.offsets) - 1, *parts[0].shape[1:])
                 for rank, part in enumerate(parts):
                     for n, row in zip(self.sequences(rank), part):
                         ends = self.offsets[n + 1] <= (rank + 1) * self.tokens
@@ -142,16 +140,19 @@ def results_of(call: dict, incoming: tuple[Tensor, Tensor] | None, op: Callable 
     return found
 
 
+def incoming(call: dict, seed: int = 5) -> tuple[Tensor, Tensor]:
+    """What the gradients of `o` and of the final state are taken with, in float64."""
+    q, v, source = call["q"], call["v"], Source(torch.float64, "cpu", seed)
+    sequences = len(q) if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
+    inner = (v.shape[3], q.shape[3]) if call.get("state_v_first") else (q.shape[3], v.shape[3])
+    return source.normal(*v.shape).to(q.device), source.normal(sequences, v.shape[2], *inner).to(q.device)
+
+
 def incoming_of(call: dict, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Gradients for the results of a packed call."""
-    v, k, N = call["v"], call["k"], len(call["cu_seqlens"]) - 1
-    inner = (v.shape[3], k.shape[3]) if call.get("state_v_first") else (k.shape[3], v.shape[3])
+    """The same in the dtypes of the results of a packed call."""
+    (do, dht), v, state = incoming(call, seed), call["v"], call.get("initial_state")
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    state = call.get("initial_state")
-    generator = torch.Generator().manual_seed(seed)
-    do = torch.randn(v.shape, generator=generator, dtype=wide).to(v)
-    dht = torch.randn(N, v.shape[2], *inner, generator=generator, dtype=wide)
-    return do, dht.to(v.device, wide if state is None else state.dtype)
+    return do.to(v.dtype), dht.to(wide if state is None else state.dtype)
 
 
 def fla_context(group, cu_seqlens: Tensor) -> SimpleNamespace:

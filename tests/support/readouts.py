@@ -11,7 +11,7 @@ import torch
 import flashdelta as fd
 from flashdelta.nn import KdaCache, KimiDeltaAttention
 
-from .oracle import TOLERANCE, relative_error
+from .oracle import TOLERANCE, float64, relative_error
 
 OPERATORS = (fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda)
 TOKENS = {fd.chunk_kda: 70, fd.fused_recurrent_kda: 5, fd.recurrent_kda: 1}
@@ -41,10 +41,7 @@ def check_readout(
         call = readout_call(op, dtype, device, state)  # some calls write the state
         return op(**call | {"backend": backend} | changes)[0]
 
-    wide = {
-        name: x.double() for name, x in readout_call(op, dtype, "cpu", state).items() if isinstance(x, torch.Tensor)
-    }
-    exact = run(**wide, backend="reference")
+    exact = run(**float64(readout_call(op, dtype, "cpu", state)), backend="reference")
     assert exact.abs().max() > 65504
     assert dtype != torch.float16 or run().isinf().any()
     shape = exact.shape
@@ -65,10 +62,8 @@ def check_layer(tokens: int, backend: str, device: torch.device | str = "cpu") -
     layer = KimiDeltaAttention(64, 2, head_dim=64, backend=backend).half().to(device)
     exact = KimiDeltaAttention(64, 2, head_dim=64, backend="reference").double()
     exact.load_state_dict({name: x.double().cpu() for name, x in layer.state_dict().items()})
-    x, cache = (
-        torch.randn(1, tokens, 64).half(),
-        KdaCache(torch.zeros(1, 6 * 64, 3).half(), torch.randn(1, 2, 64, 64) * 3e5),
-    )
+    x = torch.randn(1, tokens, 64).half()
+    cache = KdaCache(torch.zeros(1, 6 * 64, 3).half(), torch.randn(1, 2, 64, 64) * 3e5)
     found = []
     for model, double in ((layer, False), (exact, True)):
         where, dtype = ("cpu", torch.float64) if double else (device, torch.float16)

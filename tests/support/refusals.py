@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +21,14 @@ from flashdelta.runtime.call import CALLS
 from .cases import BY_NAME as CASES
 from .cases import FP32
 from .decoding import BY_NAME as STEPS
-from .decoding import make_step
 from .decoding_checks import commit_call, counts_of
-from .fused import FUSED_BY_NAME, make_fused
+from .fused import FUSED_BY_NAME
 from .inputs import TOKEN_TENSORS, make_call
-from .layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
+from .layer import CONVOLUTION_BY_NAME, NORM_BY_NAME
 from .oracle import as_recurrent
-from .prefills import PLAIN, prefill_call
+from .prefills import PLAIN
+from .rows import call_of
 from .wy import BY_NAME as WY_CASES
-from .wy import make_wy
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
 CHUNK = (fd.chunk_kda,)
@@ -127,24 +127,27 @@ Steps of `recurrent_kda`: "plain" has N = 3 of one token, H = 1, HV = 2, K = 32,
 3 x 3, 8 rows."""
 
 
+CASES_OF: dict[Callable, dict[str, Any]] = {
+    fd.recurrent_kda: STEPS | {"plain": STEPS["paged"], "output": STEPS["paged"]},
+    fd.kda_prefill: {"plain": replace(PLAIN, T=70)},
+    wy: WY_CASES,
+    fd.gated_rms_norm: NORM_BY_NAME,
+    fd.short_convolution: CONVOLUTION_BY_NAME | {"out": CONVOLUTION_BY_NAME["state"]},
+    fd.fused_kda_decode: FUSED_BY_NAME | {"output": FUSED_BY_NAME["bias"]},
+}
+OUTPUTS = {
+    (fd.recurrent_kda, "output"): {"output": zeros(3, 1, 2, 64)},
+    (fd.kda_prefill, "plain"): {"scale": 1},
+    (fd.short_convolution, "out"): {"out": zeros(2, 40, 24), "final_state": zeros(2, 24, 3)},
+    (fd.fused_kda_decode, "output"): {"output": zeros(3, 1, 2, 32)},
+}
+
+
 def good_call(op: Callable, start: str) -> dict:
-    if op is fd.recurrent_kda:
-        call = make_step(STEPS["paged" if start in ("plain", "output") else start])
-        return call | {"output": zeros(3, 1, 2, 64)} if start == "output" else call
     if op is fd.commit:
         return commit_of_records() if start == "records" else commit_call()
-    if op is fd.kda_prefill:
-        return prefill_call(replace(PLAIN, T=70)) | {"scale": 1}
-    if op is wy:
-        return make_wy(WY_CASES[start])
-    if op is fd.gated_rms_norm:
-        return make_norm(NORM_BY_NAME[start])
-    if op is fd.short_convolution:
-        call = make_convolution(CONVOLUTION_BY_NAME["state" if start == "out" else start])
-        return call | {"out": zeros(*call["x"].shape), "final_state": zeros(2, 24, 3)} if start == "out" else call
-    if op is fd.fused_kda_decode:
-        call = make_fused(FUSED_BY_NAME["bias" if start == "output" else start])
-        return call | {"output": zeros(call["x"].shape[0], 1, *call["state"].shape[1:3])} if start == "output" else call
+    if op in CASES_OF:
+        return call_of(op, CASES_OF[op][start], FP32) | copy.deepcopy(OUTPUTS.get((op, start), {}))
     case, more = MORE.get(start, (start, {}))
     call = make_call(replace(CASES[case], h=False, final=False)) | copy.deepcopy(more)
     return call if op is fd.chunk_kda else as_recurrent(call)
@@ -431,7 +434,7 @@ REFUSED_IF_CHECKED = {
         bad(
             cu_seqlens=offsets(0, 1, 1, 1, 19),
             **{name: lambda c, n=name: c[n].repeat_interleave(8, dim=1) for name in TOKEN_TENSORS},
-        ),
+        )
     ],
     (DECODE, "spec"): [bad(num_accepted_tokens=offsets(1, 4, 1))],
     (DECODE, "verify"): each(

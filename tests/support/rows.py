@@ -29,6 +29,9 @@ STEP = Step("replay", "", B=3, HV=2, K=64, V=64, state=BF16)
 DRAFTS = replace(STEP, T=3, spec=2, update=False, indices=(3, 1, 4), rows=(2, 0, 1))
 FUSED = FusedStep("replay", "", K=64, V=64, HV=2, bias=True)
 POOL = {"case": replace(PACKED, state=BF16), "indices": (4, 1, 2)}
+WY = WyCase("replay", "", HV=2, K=64, V=64, lengths=(40, 0, 30))
+NORM = NormCase("replay", "")
+CONVOLUTION_LEAVES = ("x", "weight", "bias", "initial_state")
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 HOPPER, PORTABLE = ("triton", "hopper"), ("triton",)
 
@@ -85,95 +88,67 @@ def draft_and_commit(num_accepted_tokens: torch.Tensor, **call: Any) -> tuple:
     return found
 
 
-def accepted(call: dict) -> dict:
-    return call | {"num_accepted_tokens": torch.tensor([2, 0, 3], dtype=torch.int32)}
+def accepted(make: Callable[[int], dict]) -> Callable[[int], dict]:
+    return lambda seed: make(seed) | {"num_accepted_tokens": torch.tensor([2, 0, 3], dtype=torch.int32)}
 
 
-def pooled(op: Callable, case: PoolCase, **options: Any) -> Callable[[int], dict]:
-    return lambda seed: call_of(op, case, seed=seed) | options
+def pooled(case: PoolCase, op: Callable = fd.chunk_kda) -> Callable[[int], dict]:
+    return lambda seed: call_of(op, case, seed=seed)
 
 
-def zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=BF16)
+def into(make: Callable[[int], dict], **shapes: tuple[int, ...]) -> Callable[[int], dict]:
+    """The same with tensors for results."""
+    return lambda seed: make(seed) | {name: torch.zeros(shape, dtype=BF16) for name, shape in shapes.items()}
 
 
-CHECKPOINTS = PoolCase(
-    "", "", replace(PACKED, lengths=(66, 0, 4)), marks=(64, 0, 0), mark_rows=(2, 0, 1), rows=3, final=FP32, split=False
-)
+MARKS: dict[str, Any] = {"marks": (64, 0, 0), "mark_rows": (2, 0, 1), "rows": 3}
+CHECKPOINTS = PoolCase("", "", replace(PACKED, lengths=(66, 0, 4)), **MARKS, final=FP32, split=False)
+FINAL = PoolCase("", "", replace(CHUNK, B=2, T=5), final=FP32)
 IN_POOL = PoolCase("replay", "", flags=(False, True, True), **POOL)
 WINDOWS = ConvolutionCase("replay", "", lengths=(20, 0, 17), indices=(4, 1, 2), flags=(False, True, True), state=0)
 MARKED = replace(WINDOWS, indices=None, flags=None, bias=True, marks=(9, 0, 5), rows=(2, 0, 1), buffer=3)
+MARKED_BUFFERS = into(made(make_convolution, MARKED), out=(1, 37, 24), final_state=(3, 24, 3))
 SOURCE = replace(STEP, source=(4, 1, 2), lengths=(1, 0, 1))
 TARGETS = replace(FUSED, T=3, spec=2, indices=rows_of(3, 3), slots=9, accepted=(1, 3, 2))
 RECORDED = replace(FUSED, T=3, spec=2, indices=(3, 1, 4), rows=(2, 0, 1), lengths=(3, 0, 2), accepted=(1, 3, 2))
 
+FROM_ELSEWHERE = into(made(make_step, SOURCE), output=(1, 2, 2, 64))
+FUSED_DRAFTS = into(made(make_fused, TARGETS), output=(3, 3, 2, 64))
+STATES, BUFFERS = ("initial_state", "intermediate_states"), ("checkpoint_states", "final_state")
+FUSED_STATES = ("conv_state", "state")
+RECURRENT, DECODE, STEPS, CONVOLVE = fd.fused_recurrent_kda, fd.recurrent_kda, fd.fused_kda_decode, fd.short_convolution
+RECURRENT_POOL = into(pooled(IN_POOL, RECURRENT), out=(1, 70, 2, 64))
+
 ROWS = [
     Row("chunk packed h", fd.chunk_kda, chunk(replace(PACKED, h=True))),
     Row("chunk split", fd.chunk_kda, chunk(replace(CHUNK, T=130), split=2)),
-    Row("chunk pool", fd.chunk_kda, pooled(fd.chunk_kda, IN_POOL), writes=("state_pool",)),
-    Row("chunk out", fd.chunk_kda, lambda seed: chunk(CHUNK)(seed) | {"out": zeros(1, 70, 2, 64)}, writes=("out",)),
-    Row(
-        "chunk checkpoints", fd.chunk_kda, pooled(fd.chunk_kda, CHECKPOINTS),
-        writes=("checkpoint_states", "final_state"),
-    ),
+    Row("chunk pool", fd.chunk_kda, pooled(IN_POOL), writes=("state_pool",)),
+    Row("chunk out", fd.chunk_kda, into(chunk(CHUNK), out=(1, 70, 2, 64)), writes=("out",)),
+    Row("chunk checkpoints", fd.chunk_kda, pooled(CHECKPOINTS), writes=BUFFERS),
     Row("chunk backward", fd.chunk_kda, chunk(CHUNK), leaves=LEAVES),
     Row("chunk packed kept backward", fd.chunk_kda, chunk(PACKED, disable_recompute=True), leaves=LEAVES),
     Row("chunk split backward", fd.chunk_kda, chunk(replace(CHUNK, T=130), split=2), leaves=LEAVES),
-    Row(
-        "recurrent", fd.fused_recurrent_kda,
-        pooled(fd.fused_recurrent_kda, PoolCase("", "", replace(CHUNK, B=2, T=5), final=FP32)), PORTABLE,
-        writes=("final_state",),
-    ),
-    Row(
-        "recurrent pool", fd.fused_recurrent_kda,
-        lambda seed: pooled(fd.fused_recurrent_kda, IN_POOL)(seed) | {"out": zeros(1, 70, 2, 64)}, PORTABLE,
-        writes=("state_pool", "out"),
-    ),
-    Row("decode", fd.recurrent_kda, made(make_step, STEP), writes=("initial_state",)),
-    Row("decode mixed", fd.recurrent_kda, made(make_step, replace(STEP, layout="mixed")), writes=("initial_state",)),
-    Row(
-        "decode from elsewhere", fd.recurrent_kda,
-        lambda seed: made(make_step, SOURCE)(seed) | {"output": zeros(1, 2, 2, 64)}, PORTABLE,
-        writes=("initial_state", "output"),
-    ),
-    Row("verify", fd.recurrent_kda, made(make_step, DRAFTS), PORTABLE, writes=("intermediate_states",)),
-    Row("verify records", fd.recurrent_kda, records, writes=("intermediate_states",)),
-    Row(
-        "commit", draft_and_commit, lambda seed: accepted(made(make_step, DRAFTS)(seed)), PORTABLE,
-        writes=("initial_state", "intermediate_states"),
-    ),
-    Row(
-        "commit records", draft_and_commit, lambda seed: accepted(records(seed)),
-        writes=("initial_state", "intermediate_states"),
-    ),
-    Row("fused", fd.fused_kda_decode, made(make_fused, FUSED), writes=("conv_state", "state")),
-    Row(
-        "fused drafts", fd.fused_kda_decode,
-        lambda seed: made(make_fused, TARGETS)(seed) | {"output": zeros(3, 3, 2, 64)}, PORTABLE,
-        writes=("conv_state", "state", "output"),
-    ),
-    Row(
-        "fused records", fd.fused_kda_decode, made(make_fused, RECORDED), PORTABLE,
-        writes=("conv_state", "intermediate_states"),
-    ),
+    Row("recurrent", RECURRENT, pooled(FINAL, RECURRENT), PORTABLE, writes=("final_state",)),
+    Row("recurrent pool", RECURRENT, RECURRENT_POOL, PORTABLE, writes=("state_pool", "out")),
+    Row("decode", DECODE, made(make_step, STEP), writes=("initial_state",)),
+    Row("decode mixed", DECODE, made(make_step, replace(STEP, layout="mixed")), writes=("initial_state",)),
+    Row("decode from elsewhere", DECODE, FROM_ELSEWHERE, PORTABLE, writes=("initial_state", "output")),
+    Row("verify", DECODE, made(make_step, DRAFTS), PORTABLE, writes=("intermediate_states",)),
+    Row("verify records", DECODE, records, writes=("intermediate_states",)),
+    Row("commit", draft_and_commit, accepted(made(make_step, DRAFTS)), PORTABLE, writes=STATES),
+    Row("commit records", draft_and_commit, accepted(records), writes=STATES),
+    Row("fused", STEPS, made(make_fused, FUSED), writes=FUSED_STATES),
+    Row("fused drafts", STEPS, FUSED_DRAFTS, PORTABLE, writes=(*FUSED_STATES, "output")),
+    Row("fused records", STEPS, made(make_fused, RECORDED), PORTABLE, writes=("conv_state", "intermediate_states")),
     Row("prefill", fd.kda_prefill, lambda seed: prefill_call(PREFILL, seed=seed), PORTABLE),
-    Row("wy", fd.kernels.chunk_bwd_wy_dqkg, made(make_wy, WyCase("replay", "", HV=2, K=64, V=64, lengths=(40, 0, 30)))),
-    Row("norm", fd.gated_rms_norm, made(make_norm, NormCase("replay", ""), FP32), PORTABLE),
-    Row("norm backward", fd.gated_rms_norm, made(make_norm, NormCase("replay", ""), FP32), PORTABLE, ("x", "z", "weight")),
-    Row("convolution", fd.short_convolution, made(make_convolution, CONVOLUTION), PORTABLE),
-    Row(
-        "convolution pool", fd.short_convolution, made(make_convolution, WINDOWS, FP32), PORTABLE, writes=("state_pool",)
-    ),
-    Row(
-        "convolution checkpoints", fd.short_convolution,
-        lambda seed: made(make_convolution, MARKED)(seed) | {"out": zeros(1, 37, 24), "final_state": zeros(3, 24, 3)},
-        PORTABLE, writes=("checkpoint_states", "final_state", "out"),
-    ),
-    Row(
-        "convolution backward", fd.short_convolution, made(make_convolution, CONVOLUTION), PORTABLE,
-        ("x", "weight", "bias", "initial_state"),
-    ),
-]  # fmt: skip
+    Row("wy", fd.kernels.chunk_bwd_wy_dqkg, made(make_wy, WY)),
+    Row("norm", fd.gated_rms_norm, made(make_norm, NORM, FP32), PORTABLE),
+    Row("norm backward", fd.gated_rms_norm, made(make_norm, NORM, FP32), PORTABLE, ("x", "z", "weight")),
+    Row("convolution", CONVOLVE, made(make_convolution, CONVOLUTION), PORTABLE),
+    Row("convolution pool", CONVOLVE, made(make_convolution, WINDOWS, FP32), PORTABLE, writes=("state_pool",)),
+    Row("convolution checkpoints", CONVOLVE, MARKED_BUFFERS, PORTABLE, writes=(*BUFFERS, "out")),
+    Row("convolution backward", CONVOLVE, made(make_convolution, CONVOLUTION), PORTABLE, CONVOLUTION_LEAVES),
+]
 BY_NAME = {row.name: row for row in ROWS}
 PAIRS: list[tuple[Row, str]] = [(row, backend) for row in ROWS for backend in row.backends]
 """Calls and the backends that have kernels for them."""

@@ -52,13 +52,8 @@ class Serving:
     """`drafts`: speculative tokens a sequence, 0 for none. `longest`: prompt; without prompts nothing is prefilled."""
 
     def __init__(self, layer: KimiLinear, drafts: int, tolerance: float, seed: int = 0, longest: int = LONGEST):
-        self.layer, self.model, self.drafts, self.tolerance, self.longest = (
-            layer,
-            layer.model,
-            drafts,
-            tolerance,
-            longest,
-        )
+        self.layer, self.model, self.drafts = layer, layer.model, drafts
+        self.tolerance, self.longest = tolerance, longest
         self.random = random.Random(seed)
         self.read_only = isinstance(layer, SGLang)
         slots = RUNNING * (1 + drafts) + 8

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from flashdelta.problem.split import SplitCosts
 
+from .inputs import Source
+
 COSTS = SplitCosts(step=97, transition=60, compose=150, fixed=800)
 CHUNK = 32
 LENGTHS = ([1, 31, 32, 33], [0, 200, 0, 65], [331], [7, 640, 1, 0])
@@ -17,27 +19,12 @@ def offsets(lengths: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0)
 
 
-def split_inputs(
-    T: int,
-    seed: int = 0,
-    H: int = 1,
-    HV: int = 2,
-    K: int = 32,
-    V: int = 64,
-    decay: float = 0.1,
-    dtype: torch.dtype = torch.float32,
-) -> dict[str, Tensor]:
+def split_inputs(T: int) -> dict[str, Tensor]:
     """q, k (normalised), v, g and beta of one row of `T` tokens."""
-    source = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source, dtype=torch.float64)
-
-    q, k = (torch.nn.functional.normalize(normal(1, T, H, K), dim=-1) for _ in "qk")
-    g = -decay * normal(1, T, HV, K).abs()
-    beta = 2.0 * torch.rand(1, T, HV, generator=source, dtype=torch.float64)
-    tensors = {"q": q, "k": k, "v": normal(1, T, HV, V), "g": g, "beta": beta}
-    return {name: x.to(dtype) for name, x in tensors.items()}
+    source = Source(torch.float64, "cpu", 0)
+    q, k = (torch.nn.functional.normalize(source.normal(1, T, 1, 32), dim=-1) for _ in "qk")
+    tensors = {"q": q, "k": k, "v": source.normal(1, T, 2, 64), "g": -0.1 * source.normal(1, T, 2, 32).abs()}
+    return {name: x.float() for name, x in (tensors | {"beta": 2.0 * source.uniform(1, T, 2)}).items()}
 
 
 def split_call(lengths: list[int], v_first: bool = False, **options: object) -> dict:
@@ -61,12 +48,4 @@ def split_pool_call() -> dict:
         "checkpoint_offsets": torch.tensor([[16, 96], [64, 64], [0, 0]]),
         "checkpoint_indices": torch.tensor([[4, 5], [6, -1], [-1, -1]]),
         "chunk_size": CHUNK,
-    }
-
-
-def forced(call: dict, dtype: torch.dtype) -> dict:
-    """The call with its floating-point tensors copied in another dtype."""
-    return {
-        name: x.to(dtype, copy=True) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in call.items()
     }

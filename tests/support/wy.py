@@ -14,7 +14,7 @@ from torch import Tensor
 import flashdelta as fd
 
 from .cases import Case
-from .inputs import LAYOUTS, packed_offsets
+from .inputs import LAYOUTS, Source, packed_offsets
 from .oracle import poisoned_memory
 
 NAMES = ("dq", "dk", "dv", "dbeta", "dg", "dA")
@@ -61,29 +61,25 @@ def chunks(call: dict) -> Iterator[tuple[int, int, int, int]]:
 
 def make_wy(case: WyCase, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict:
     """The arguments, drawn in float64 and rounded: a case holds the same numbers in every dtype up to rounding."""
-    source = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    source = Source(torch.float64, "cpu", zlib.crc32(case.name.encode()))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source, dtype=torch.float64)
-
     B, T, HV, C = case.batch, case.tokens, case.HV, case.chunk_size
     keys, values = (B, T, case.H, case.K), (B, T, HV, case.V)
-    call: dict = {name: torch.nn.functional.normalize(normal(*keys), dim=-1) for name in ("q", "k")}
-    call |= {name: normal(*values) for name in ("v", "v_new", "do", "dv")}
-    call["beta"] = torch.rand(B, T, HV, generator=source, dtype=torch.float64)
+    call: dict = {name: torch.nn.functional.normalize(source.normal(*keys), dim=-1) for name in ("q", "k")}
+    call |= {name: source.normal(*values) for name in ("v", "v_new", "do", "dv")}
+    call["beta"] = source.uniform(B, T, HV)
     call |= {"chunk_size": C, "state_v_first": case.v_first, "use_exp2": case.log2, "scale": case.scale}
     call |= packed_offsets(case, "cpu")
-    decays = -case.decay * torch.rand(B, T, HV, case.K, generator=source, dtype=torch.float64)
+    decays = -case.decay * source.uniform(B, T, HV, case.K)
     call["g"], call["A"] = torch.zeros_like(decays), torch.zeros(B, T, HV, C, dtype=torch.float64)
     last = -1
     for b, start, end, row in chunks(call):
         last = max(last, row)
         call["g"][b, start:end] = decays[b, start:end].cumsum(0) / (math.log(2.0) if case.log2 else 1.0)
-        lower = (0.2 * normal(HV, end - start, end - start)).tril(-1)
+        lower = (0.2 * source.normal(HV, end - start, end - start)).tril(-1)
         inverse = torch.linalg.inv(torch.eye(end - start, dtype=torch.float64) + lower)
         call["A"][b, start:end, :, : end - start] = inverse.transpose(0, 1)
-    call |= {name: normal(B, last + 1, *case.state_shape) for name in ("h", "dh")}
+    call |= {name: source.normal(B, last + 1, *case.state_shape) for name in ("h", "dh")}
     tensors = {name: call[name].to(wide if name in ("g", "beta") else dtype).to(device) for name in TENSORS}
     return call | LAYOUTS[case.layout](tensors) | packed_offsets(case, device)
 

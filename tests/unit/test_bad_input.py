@@ -12,7 +12,7 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta.problem import device_checks
 
-from ..support.cases import BY_NAME, CASES, Case, case_id, named
+from ..support.cases import BY_NAME, CASES, Case, case_id
 from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.oracle import CHUNK_ONLY, as_recurrent, same_bits
 from ..support.refusals import (
@@ -35,16 +35,23 @@ every_refusal = pytest.mark.parametrize("refusal", refusals(REFUSED, *tensor_axe
 both = pytest.mark.parametrize("op", FORWARD)
 
 
+def raise_answer(answer: fd.Support) -> None:
+    assert not answer and answer.backend is None
+    raise ValueError(answer.reason)
+
+
 @every_refusal
 def test_refused_with_a_message_that_says_all(refusal: Refusal):
-    """By the operator and by `explain`; nothing is written then. What is wanted without gradients runs without them."""
+    """By the operator, `explain` and `supports`; nothing is written. What is wanted without gradients runs without them."""
     good, call = refusal.calls()
+    assert fd.supports(refusal.op, **good)
     refusal.op(**good)
     plain = [x for x in call.values() if isinstance(x, Tensor) and x.layout is torch.strided]
     written = [x for x in plain if x.device.type == "cpu"]
     before = [x.clone() for x in written]
     refusal.expect(refusal.op, call)
     refusal.expect(lambda **arguments: fd.explain(refusal.op, **arguments), call)
+    refusal.expect(lambda **arguments: raise_answer(fd.supports(refusal.op, **arguments)), call)
     assert all(same_bits(x, y) for x, y in zip(written, before))
     if any(x.requires_grad for x in plain):
         with torch.no_grad():
@@ -194,17 +201,6 @@ def test_inputs_are_never_written(case: Case, op: Callable):
     for name, (copy, version) in before.items():
         assert same_bits(tensors[name], copy), name
         assert tensors[name]._version == version, name
-
-
-@both
-@pytest.mark.parametrize("case", named("bounded", "packed_int32", "T0", "B3", "gva2"), ids=case_id)
-def test_out_is_written_and_returned(case: Case, op: Callable):
-    call = as_recurrent(make_call(case))
-    want, _ = op(**call)
-    out = torch.full_like(call["v"], torch.nan)
-    o, _ = op(**call, out=out)
-    assert o is out
-    assert same_bits(out, want)
 
 
 @both

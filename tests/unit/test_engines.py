@@ -4,6 +4,7 @@ the integrations are turned on, and off."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 import warnings
@@ -522,9 +523,7 @@ def test_fused_steps_are_warmed(by_channel: bool, monkeypatch: pytest.MonkeyPatc
     assert [(len(call["x"]), call.get("num_spec_tokens")) for call in calls] == [(1, None), (_vllm.MANY, None), (3, 2)]
     assert all(x.dtype == FP32 for call in calls for x in call.values() if getattr(x, "is_floating_point", bool)())
     wanted = step.windows(1)
-    assert {(call["conv_state"].shape, call["conv_state"].stride()) for call in calls} == {
-        (wanted.shape, wanted.stride())
-    }
+    assert all((x["conv_state"].shape, x["conv_state"].stride()) == (wanted.shape, wanted.stride()) for x in calls)
 
 
 def test_sglangs_backend_warms_the_gates_of_its_model(warmed: list):
@@ -539,9 +538,8 @@ def test_sglangs_backend_warms_the_gates_of_its_model(warmed: list):
     runner = SimpleNamespace(model=model, dtype=BF16, req_to_token_pool=pools)
     for _ in range(2):
         _sglang.built(lambda **call: None, {"self": None, "model_runner": runner})
-    assert sorted((name, options["gate"]) for name, options in warmed) == [
-        (name, gate) for name in ("chunk_kda", "recurrent_kda") for gate in ("lower_bound", "softplus")
-    ]
+    wanted = itertools.product(("chunk_kda", "recurrent_kda"), ("lower_bound", "softplus"))
+    assert sorted((name, options["gate"]) for name, options in warmed) == [*wanted]
     assert all(options["speculative"] for name, options in warmed if name == "recurrent_kda")
 
 

@@ -22,26 +22,9 @@ from flashdelta.problem.problem import Problem, Tensors
 from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import Slots, Workspace
 from flashdelta.tools.export import bindings, cubins
-from flashdelta.tools.export.cubins import (
-    parameters_of,
-    prefill_call,
-    prefill_outputs,
-    sample_decode,
-)
+from flashdelta.tools.export.cubins import parameters_of, prefill_call, prefill_outputs, sample_decode
 
-from ..support.exports import (
-    CUDA_INCLUDE,
-    HERE,
-    ROOT,
-    SIZE,
-    Export,
-    build,
-    call,
-    compile_c,
-    run,
-    small_export,
-    task,
-)
+from ..support.exports import CUDA_INCLUDE, HERE, ROOT, SIZE, Export, build, call, compile_c, run, small_export, task
 from ..support.shared import folder_of_run
 
 pytestmark = pytest.mark.slow
@@ -145,11 +128,7 @@ BAD_DECODE = {
     "small pitch": ({"slot_pitch": 16}, "ERROR_OPTION", f"{PITCH} 12288; got 16"),
     "lowest pitch": ({"H": 0, "slot_pitch": -(2**63)}, "ERROR_OPTION", f"{PITCH} 0; got {-(2**63)}"),
     "pool": ({"slots": 2, "slot_pitch": 2**60}, "ERROR_SIZE", f"{BYTES} 2 * {2**60}"),
-    "large pool": (
-        {"slots": MOST, "N": 0, "H": ROWS},
-        "ERROR_SIZE",
-        f"{BYTES} {MOST} * {ROWS * 4096}",
-    ),
+    "large pool": ({"slots": MOST, "N": 0, "H": ROWS}, "ERROR_SIZE", f"{BYTES} {MOST} * {ROWS * 4096}"),
     **missing("q", "k", "v", "g", "beta", "states", "state_indices", "o"),
     "unaligned": ({"states": 0x7004}, "ERROR_ALIGNMENT", "states must be at a multiple of 16 bytes; got 0x7004"),
     "other size": ({"K": 128, "V": 128}, "ERROR_NOT_EXPORTED", "no kernels for "),
@@ -384,11 +363,7 @@ def test_without_graphs_kernels_are_launched_one_by_one(exported: Export, functi
 # ---- architectures, failures, threads ------------------------------------------------------------------------------------
 
 
-ARCHITECTURES = [
-    (90, 232_448, True),
-    (89, 101_376, True),
-    (86, 101_376, False),
-]
+ARCHITECTURES = [(90, 232_448, True), (89, 101_376, True), (86, 101_376, False)]
 
 
 @pytest.mark.parametrize(("arch", "shared", "runs"), ARCHITECTURES)

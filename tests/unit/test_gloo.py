@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,19 +56,39 @@ OFFSETS = (0, 40, 46, 90, 96)
 """Sequences of the layer: cut inside, and one whose halo is longer than what it has on the rank before."""
 
 
-def mixed(layer: KimiDeltaAttention, rank: int | None, cp_context: object = None) -> Found:
-    """A layer's output and gradients on a rank's tokens, or on all."""
-    layer.zero_grad()
-    T = OFFSETS[-1] if rank is None else OFFSETS[-1] // RANKS
-    begin = 0 if rank is None else rank * T
-    both = rows(2, OFFSETS[-1], dtype=torch.float64, device="cpu")
-    x, grad = both[:, begin : begin + T].split(1)
-    x = x.clone()
-    x.requires_grad_()
+PAIR = (0, 2)
+"""Ranks of a group of two."""
+STEPS = ("plain", "checkpoint", "frozen", "one loss")
+
+
+def step_of(
+    layers: Sequence[KimiDeltaAttention], ranks: int, rank: int | None, cp_context: object = None, kind: str = "plain"
+) -> Found:
+    """Of layers, one after the other, on a rank's tokens, or on all: output and gradients. "frozen": of the last one's
+    parameters alone; "one loss": of what the last of two ranks has found."""
+    T = OFFSETS[-1] // ranks
+    begin, end = (0, OFFSETS[-1]) if rank is None else (rank * T, (rank + 1) * T)
+    x, grad = (row[None, begin:end].clone() for row in rows(2, OFFSETS[-1], dtype=torch.float64, device="cpu"))
+    x.requires_grad_(kind != "frozen")
     where = {"cu_seqlens": torch.tensor(OFFSETS)} if rank is None else {"cp_context": cp_context}
-    y, _ = layer(x, **where)
+    y, named = x, {}
+    for i, layer in enumerate(layers):
+        layer.zero_grad()
+        layer.requires_grad_(kind != "frozen" or layer is layers[-1])
+        if kind == "checkpoint":
+            y = y + checkpoint(lambda x, layer=layer: layer(x, **where)[0], y, use_reentrant=False)
+        else:
+            y = y + layer(y, **where)[0]
+        named |= dict(layer.named_parameters(str(i)))
+    if kind == "one loss":
+        grad[:, : max(T - begin, 0)] = 0.0
     y.backward(grad)
-    return {"y": y.detach(), "x": x.grad} | {name: p.grad.clone() for name, p in layer.named_parameters()}
+    found = {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in named.items()}
+    return {name: each.clone() for name, each in found.items() if each is not None}
+
+
+def two_layers() -> list[KimiDeltaAttention]:
+    return [make_layer(torch.float64), make_layer(torch.float64, gate="softplus")]
 
 
 def by_fla(group: dist.ProcessGroup) -> dict[str, Found]:
@@ -78,7 +99,7 @@ def by_fla(group: dist.ProcessGroup) -> dict[str, Found]:
     from flashdelta.integrations import fla
 
     context = build_cp_context(torch.tensor(OFFSETS), group=group, conv1d_kernel_size=4)
-    found = {"layer of fla": mixed(make_layer(torch.float64), group.rank(), context)}
+    found = {"layer of fla": step_of([make_layer(torch.float64)], RANKS, group.rank(), context)}
     tokens = fla_tokens(group.rank())
     o, _ = chunk_kda(**tokens, use_qk_l2norm_in_kernel=True, cp_context=context)
     o.square().sum().backward()
@@ -95,43 +116,12 @@ def fla_tokens(rank: int | None) -> Found:
     return {name: x.requires_grad_() for name, x in tokens.items()}
 
 
-PAIR = (0, 2)
-"""Ranks of a group of two."""
-STEPS = ("plain", "checkpoint", "frozen", "one loss")
-
-
-def step_of(kind: str, rank: int | None, cp_context: object = None) -> Found:
-    """Of two layers, one after the other, on a rank's tokens, or on all: output and gradients. "frozen": of the second's
-    parameters alone; "one loss": of what the last rank has found."""
-    first, second = make_layer(torch.float64), make_layer(torch.float64, gate="softplus")
-    if kind == "frozen":
-        first.requires_grad_(False)
-    T = OFFSETS[-1] // len(PAIR)
-    begin, end = (0, OFFSETS[-1]) if rank is None else (rank * T, (rank + 1) * T)
-    x, grad = (row[None, begin:end].clone() for row in rows(2, OFFSETS[-1], dtype=torch.float64, device="cpu"))
-    x.requires_grad_(kind != "frozen")
-    where = {"cu_seqlens": torch.tensor(OFFSETS)} if rank is None else {"cp_context": cp_context}
-
-    def block(layer: KimiDeltaAttention, x: torch.Tensor) -> torch.Tensor:
-        if kind == "checkpoint":
-            return x + checkpoint(lambda x: layer(x, **where)[0], x, use_reentrant=False)
-        return x + layer(x, **where)[0]
-
-    y = block(second, block(first, x))
-    if kind == "one loss":
-        grad[:, : max(T - begin, 0)] = 0.0
-    y.backward(grad)
-    named = [*first.named_parameters("first"), *second.named_parameters("second")]
-    found = {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in named}
-    return {name: each for name, each in found.items() if each is not None}
-
-
 def steps_of_two(rank: int) -> dict[str, Found]:
     pair = dist.new_group([*PAIR])
     if rank not in PAIR:
         return {}
     context = context_parallel(torch.tensor(OFFSETS), group=pair)
-    return {f"two, {kind}": step_of(kind, pair.rank(), context) for kind in STEPS}
+    return {f"two, {kind}": step_of(two_layers(), 2, pair.rank(), context, kind) for kind in STEPS}
 
 
 def failure_without_the_last_rank(group: dist.ProcessGroup, seconds: int, comes: bool) -> tuple[str, float]:
@@ -164,12 +154,12 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
     for name, arguments in LAYERS.items():
         layer = make_layer(torch.float64, **arguments)
         context = context_parallel(offsets, group=group, conv_size=layer.conv_size, max_sequences=4)
-        found[f"layer {name}"] = mixed(layer, rank, context)
+        found[f"layer {name}"] = step_of([layer], RANKS, rank, context)
     layer = make_layer(torch.float64)
     context = context_parallel(offsets, group=group)
     layer.compile(backend="aot_eager", fullgraph=True)
-    found["layer compiled"] = mixed(layer, rank, context)
-    found["layer compiled, of fla"] = mixed(layer, rank, fla_context(group, offsets))
+    found["layer compiled"] = step_of([layer], RANKS, rank, context)
+    found["layer compiled, of fla"] = step_of([layer], RANKS, rank, fla_context(group, offsets))
     if importlib.util.find_spec("fla") is not None:
         found |= by_fla(group)
     found |= steps_of_two(rank)
@@ -202,7 +192,8 @@ def test_a_layer_finds_what_one_rank_finds(found: list[dict[str, Found]], name: 
     of the exchange of its halo's gradients, and takes part; FLA's context can come, which no call had before."""
     if name == "of fla":
         pytest.importorskip("fla")
-    hold_layer(mixed(make_layer(torch.float64, **LAYERS.get(name, {})), None), [x[f"layer {name}"] for x in found])
+    layer = make_layer(torch.float64, **LAYERS.get(name, {}))
+    hold_layer(step_of([layer], RANKS, None), [x[f"layer {name}"] for x in found])
 
 
 def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
@@ -220,7 +211,7 @@ def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
 @pytest.mark.parametrize("kind", STEPS)
 def test_two_ranks_train_two_layers(found: list[dict[str, Found]], kind: str):
     """Of two ranks each goes on from what the other's scan ends with; these are not the first two of their processes."""
-    hold_layer(step_of(kind, None), [found[rank][f"two, {kind}"] for rank in PAIR])
+    hold_layer(step_of(two_layers(), 2, None, None, kind), [found[rank][f"two, {kind}"] for rank in PAIR])
 
 
 @pytest.mark.parametrize(("which", "seconds"), [("late", 2), ("lost", 5)])
@@ -271,7 +262,7 @@ def test_a_group_that_was_destroyed_is_refused():
         dist.destroy_process_group()
         for run in calls:
             with pytest.raises(
-                ValueError, match=r"^(cp_context|group|context) must be .*; got a process group that was destroyed"
+                ValueError, match=r"^(cp_context|group|context) must be .*; got a .* that was destroyed"
             ):
                 run()
         begin()

@@ -203,12 +203,10 @@ def test_what_a_batch_must_not_decide_is_not_tried(options: dict):
     assert not may_try(problem) and "forgets" not in split_layout(problem, t.device)
 
 
+POOLED = dict.fromkeys(("packed", "state_pool", "checkpoint_states"), (True,))
 WARMED = [
     (fd.chunk_kda, {"head_dims": [(128, 128), (64, 128), (32, 32)], "has_initial_state": (True,)}),
-    (
-        fd.chunk_kda,
-        {"packed": (True,), "state_pool": (True,), "checkpoint_states": (True,), "gate": "none", "lower_bound": None},
-    ),
+    (fd.chunk_kda, POOLED | {"gate": "none", "lower_bound": None}),
     (fd.fused_recurrent_kda, {"state_v_first": True, "state_dtype": BF16}),
     *((fd.recurrent_kda, {"speculative": True, "state_v_first": True, "state_dtype": x}) for x in (BF16, FP32)),
     (fd.fused_kda_decode, {"speculative": True, "state_v_first": True}),

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..full import FULL
 from ..support import fla_modules
+from ..support.inputs import on_meta
 from ..support.oracle import relative_error
 
 pytest.importorskip("fla")
@@ -85,11 +86,6 @@ def plain_kda(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 def tokens(HV: int = H, B: int = 1, T: int = T) -> dict[str, Tensor]:
     shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, K), "g": (B, T, HV, K), "beta": (B, T, HV)}
     return {name: torch.randn(shape) for name, shape in shapes.items()}
-
-
-def on_meta(call: dict) -> dict:
-    """A device that stands for a GPU, where FLA keeps what we refuse."""
-    return {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()}
 
 
 def near(found: Any, want: Any, tolerance: float = TOLERANCE) -> None:
@@ -172,7 +168,7 @@ def test_what_is_left_to_fla(name: str, monkeypatch: pytest.MonkeyPatch, counted
     changes, argument = LEFT_TO_FLA[name]
     reached: list[tuple] = []
     monkeypatch.setattr(chunk.ChunkKDAFunction, "apply", lambda *x: reached.append(x))
-    call = on_meta(tokens() | changes)
+    call = on_meta(tokens() | changes)  # which stands for a GPU, where FLA keeps what we refuse
     with torch.inference_mode(name == "graph"):
         takes, reason = _fla.CHUNK.verify((), call)
     assert not takes and reason.startswith(argument)
@@ -351,31 +347,25 @@ def kda(**options: Any) -> Any:
     return KDAForCausalLM(KDAConfig(**sizes, **heads, **fla_modules.UNFUSED, **options))
 
 
-def kimi() -> Any:
-    """A tiny model: two KDA layers, one of latent attention; dense and with experts."""
-    from transformers import KimiLinearConfig, KimiLinearForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 16}
-    heads = {f"num_{x}": 2 for x in ("attention_heads", "key_value_heads", "experts_per_tok")}
-    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16}
-    linear = {"linear_head_dim": K, "linear_num_heads": H, "num_local_experts": 4}
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    config = KimiLinearConfig(
-        **sizes, **heads, **latent, **linear, num_hidden_layers=3, layer_types=layers, pad_token_id=0, eos_token_id=60
-    )
-    model = KimiLinearForCausalLM(config)
-    for layer in model.model.layers[::2]:
-        torch.nn.init.uniform_(layer.self_attn.forget_gate.A_log, 0, 1.5)
-        torch.nn.init.normal_(layer.self_attn.forget_gate.dt_bias)
-    return model
-
-
 TINY = {
     **{"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 16, "kv_lora_rank": 16},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "v_head_dim": 16, "qk_nope_head_dim": 16},
     **{"num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 60},
 }
+
+
+def kimi() -> Any:
+    """A tiny model: two KDA layers, one of latent attention; dense and with experts."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"linear_head_dim": K, "linear_num_heads": H, "num_local_experts": 4, "qk_rope_head_dim": 8}
+    layers = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    model = KimiLinearForCausalLM(KimiLinearConfig(**TINY, **heads, **layers))
+    for layer in model.model.layers[::2]:
+        torch.nn.init.uniform_(layer.self_attn.forget_gate.A_log, 0, 1.5)
+        torch.nn.init.normal_(layer.self_attn.forget_gate.dt_bias)
+    return model
 
 
 def ling() -> Any:

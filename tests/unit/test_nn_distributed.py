@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -63,14 +64,7 @@ def one_step(layer: nn.Module, x: Tensor, way: str) -> Found:
     return gradients(layer)
 
 
-def by_ddp(rank: int, way: str) -> Found:
-    layer = DistributedDataParallel(make_layer(F32))
-    return one_step(layer, inputs(way == "packed")[rank], way)
-
-
-def by_fsdp(rank: int, way: str) -> Found:
-    layer = shard_attention(make_layer(F32))
-    return one_step(layer, inputs(way == "packed")[rank], way)
+KINDS = {"ddp": DistributedDataParallel, "fsdp": shard_attention}
 
 
 def seen_in_bfloat16(rank: int) -> dict[str, torch.dtype]:
@@ -118,8 +112,8 @@ def whole_model(rank: int, param_dtype: torch.dtype | None) -> Found:
 def work(group: dist.ProcessGroup) -> dict[str, object]:
     torch.set_num_threads(1)
     rank, found = group.rank(), {}
-    for way in WAYS:
-        found[f"ddp {way}"], found[f"fsdp {way}"] = by_ddp(rank, way), by_fsdp(rank, way)
+    for kind, way in itertools.product(KINDS, WAYS):
+        found[f"{kind} {way}"] = one_step(KINDS[kind](make_layer(F32)), inputs(way == "packed")[rank], way)
     found["dtypes"] = seen_in_bfloat16(rank)
     sharded = shard_attention(make_layer(F32)).named_parameters()
     found["marked"] = {name for name, x in sharded if getattr(x, "_no_weight_decay", False)}
@@ -139,7 +133,7 @@ def mean_of(gradients: list[Found]) -> Found:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_process(found: list[dict], kind: str, way: str):
     layer = make_layer(F32)
     want = mean_of([one_step(layer, x, way) for x in inputs(way == "packed")])

@@ -22,17 +22,20 @@ from flashdelta.problem.problem import inputs_of
 from flashdelta.runtime import call as runtime
 from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
-from flashdelta.runtime.torch_ops import BACKWARD_WY, operator_of
+from flashdelta.runtime.torch_ops import operator_of
 
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id, named
 from ..support.decoding import BY_NAME as STEPS
 from ..support.decoding import make_step, memory_of
 from ..support.decoding_checks import commit_call
+from ..support.fused import FUSED_BY_NAME, make_fused
 from ..support.gradients import INPUTS
 from ..support.inputs import TOKEN_TENSORS, make_call, on_meta
+from ..support.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
 from ..support.oracle import as_recurrent, assert_close, same_bits
+from ..support.pools import BUFFERS_BY_NAME as BUFFERS
 from ..support.pools import BY_NAME as POOLS
-from ..support.pools import call_for
+from ..support.pools import call_for, pool_call
 from ..support.prefills import LOGITS, PLAIN, prefill_call
 from ..support.refusals import commit_of_records
 from ..support.wy import BY_NAME as WY_CASES
@@ -77,22 +80,27 @@ POOL_CALLS = [
 TRACED = ("bounded", "packed_bf16_state", "no_final_state", "fused")
 
 TRACED_STEPS = ("paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows")
-LONG = [
-    *whole_sequences(*TRACED),
-    *POOL_CALLS,
-    *steps(*TRACED_STEPS),
+LONG = [*whole_sequences(*TRACED), *POOL_CALLS, *steps(*TRACED_STEPS)]
+FUSED_CALLS = [
+    (name, fd.fused_kda_decode, partial(make_fused, FUSED_BY_NAME[name]))
+    for name in ("bias", "two_taps", "gva8", "spec_packed", "replay")
+]
+CONVOLUTIONS = ("bias", "packed", "packed_fla", "pool", "pool_flags", "step", "marks_pool", "every", "every_packed")
+LAYER_CALLS = [
+    *((name, fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME[name])) for name in ("heads", "rows", "fused")),
+    *((name, fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME[name])) for name in CONVOLUTIONS),
 ]
 OTHERS = [
+    *FUSED_CALLS,
+    *LAYER_CALLS,
+    *((name, fd.chunk_kda, partial(pool_call, BUFFERS[name])) for name in ("every_packed", "many_offsets")),
+    *((name, fd.chunk_kda, partial(pool_call, BUFFERS[name])) for name in ("offsets_pool", "split_every")),
     ("", fd.commit, commit_call),
     ("records", fd.commit, commit_of_records),
     ("", wy, partial(make_wy, WY_CASES["plain"])),
     ("", fd.kda_prefill, partial(prefill_call, LOGITS)),
 ]
-WITH_OUT = [
-    *whole_sequences("bounded", "packed_int32"),
-    *POOL_CALLS,
-    *steps(*TRACED_STEPS),
-]
+WITH_OUT = [*whole_sequences("bounded", "packed_int32"), *POOL_CALLS, *steps(*TRACED_STEPS)]
 
 
 def compiled(function: Callable, **options) -> Callable:
@@ -100,17 +108,23 @@ def compiled(function: Callable, **options) -> Callable:
     return torch.compile(function, **{"fullgraph": True, "backend": "aot_eager"} | options)
 
 
-def assert_compiles(op: Callable, call: dict, make: Callable[[], dict]) -> tuple | None:
+def results_of(found: tuple | Tensor | None) -> tuple:
+    return found or () if not isinstance(found, Tensor) else (found,)
+
+
+def assert_compiles(op: Callable, call: dict, make: Callable[[], dict]) -> tuple:
     """In one graph, with the bits of the eager call in its results and in all that it writes. Returns what that found."""
     eager = make()
-    want = op(**eager)
-    for got, x in zip(compiled(lambda arguments: op(**arguments))(call) or (), want or (), strict=True):
+    want = results_of(op(**eager))
+    found = results_of(compiled(lambda arguments: op(**arguments))(call))
+    for got, x in zip(found, want, strict=True):
         assert same_bits(got, x)
     for name, x in eager.items():
         assert not isinstance(x, Tensor) or same_bits(memory_of(call[name]), memory_of(x)), name
     return want
 
 
+@pytest.mark.usefixtures("as_on_gpu")
 @pytest.mark.parametrize(("op", "make"), [*calls(*LONG, marks=(pytest.mark.slow,)), *calls(*OTHERS)])
 def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
     assert_compiles(op, make(), make)
@@ -158,10 +172,7 @@ def test_compiled_graph_holds_one_operator():
     ("options", "said"),
     [
         ({"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}, "allow_neg_eigval must be False"),
-        (
-            {"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)},
-            "final_state must be of dtype float32",
-        ),
+        ({"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)}, "final_state must be of dtype float32"),
     ],
     ids=["rule", "dtype"],
 )
@@ -184,22 +195,24 @@ WITHOUT_TOKENS = [
 STEPPED = calls(*steps("paged", "spec_packed", "verify_rows", "source"), marks=(pytest.mark.slow,))
 
 
+@pytest.mark.usefixtures("as_on_gpu")
 @pytest.mark.parametrize("way", ["plain", "out", "gradients"])
 @pytest.mark.parametrize(
-    ("op", "make"), [*calls(*CHECKED, *POOL_CALLS, *WITHOUT_TOKENS, ("", fd.commit, commit_call)), *STEPPED]
+    ("op", "make"),
+    [*calls(*CHECKED, *POOL_CALLS, *WITHOUT_TOKENS, *LAYER_CALLS, ("", fd.commit, commit_call)), *STEPPED],
 )
 def test_opcheck(op: Callable, make: Callable[[], dict], way: str):
     """Of the operator that a traced call goes through."""
     call = make()
     if way == "gradients":
-        if "state_pool" in call or op in (fd.commit, fd.recurrent_kda):
+        if {"state_pool", "checkpoint_states"} & call.keys() or op in (fd.commit, fd.recurrent_kda):
             pytest.skip("no gradients")
         for x in call.values():
             if isinstance(x, Tensor) and x.is_floating_point():
                 x.requires_grad_()
     problem, t = check(op, **call)
-    if way == "out" and op is not fd.commit:
-        t = replace(t, out=torch.empty_like(t.v))
+    if way == "out" and op not in (fd.commit, fd.gated_rms_norm):
+        t = replace(t, out=torch.empty_like(t.x if op is fd.short_convolution else t.v))
     operator = operator_of(problem, t)
     torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"))
 
@@ -207,9 +220,11 @@ def test_opcheck(op: Callable, make: Callable[[], dict], way: str):
 def test_opcheck_of_those_without_gradients():
     # aot_dispatch asks for gradients, which a backward pass has none of
     tests = ("test_schema", "test_faketensor")
-    for name in ("plain", "packed", "none"):
-        arguments = BACKWARD_WY.arguments(*check(wy, **make_wy(WY_CASES[name])), "reference")
-        torch.library.opcheck(torch.ops.flashdelta.chunk_bwd_wy_dqkg.default, arguments, test_utils=tests)
+    stages = [(name, wy, partial(make_wy, WY_CASES[name])) for name in ("plain", "packed", "none")]
+    for _, op, make in (*stages, *FUSED_CALLS):
+        problem, t = check(op, **make())
+        operator = operator_of(problem, t)
+        torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"), test_utils=tests)
     tensors = [prefill_call(PLAIN)[name] for name in TOKEN_TENSORS]
     assert set(torch.library.opcheck(torch.ops.kda_prefill.forward, (*tensors, 32)).values()) == {"SUCCESS"}
 

@@ -63,9 +63,8 @@ def test_the_source_distribution_is_the_repository(tree: Path, unpacked: Path):
 
 def test_tests_of_the_source_distribution_run(unpacked: Path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_architecture.py"]
-    done = subprocess.run(
-        command, cwd=unpacked, env={"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True
-    )
+    environment = {"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -96,18 +95,8 @@ COMMANDS = (
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the wheel is installed, beside what it depends on."""
     found = tmp_path_factory.mktemp("site")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        f"--target={found}",
-        str(wheel),
-    ]
-    subprocess.run(pip, check=True, capture_output=True)
+    install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", f"--target={found}")
+    subprocess.run([sys.executable, *install, wheel], check=True, capture_output=True)
     return found
 
 

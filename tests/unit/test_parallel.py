@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from flashdelta.parallel.border import shard
 from flashdelta.problem import device_checks
 
 from ..support.cases import BY_NAME, Case
-from ..support.inputs import make_call
+from ..support.inputs import make_call, on_meta
 from ..support.layers import HIDDEN, make_layer
 from ..support.ranks import Cut, Found, fla_context, incoming_of, results_of
 from ..support.refusals import says
@@ -297,10 +298,6 @@ def of_case(**changes):
     return lambda c: kda(c, **small_call(**changes))
 
 
-def with_options(**options):
-    return lambda c: kda(c, **options)
-
-
 def in_layer(
     cp_context: object, tokens: int = 32, dtype: torch.dtype = torch.float32, backend: str = "auto", **options
 ):
@@ -348,13 +345,10 @@ NOBODY = torch.distributed.GroupMember.NON_GROUP_MEMBER
 REFUSED = {
     "kda_tokens": (of_case(T=31), "q must be [1, T, 2, 32] with the context's T = 32...; got shape [1, 31, 2, 32]"),
     "kda_rows": (of_case(B=2), "q must ...; got batch size 2"),
-    "other_device": (
-        lambda c: kda(c, **{name: x.to("meta") for name, x in small_call().items() if isinstance(x, Tensor)}),
-        "cp_context must ...; got device cpu",
-    ),
+    "other_device": (lambda c: kda(c, **on_meta(small_call())), "cp_context must ...; got device cpu"),
     "both": (lambda c: kda(c, group=c.group), "group must ...; got both"),
-    "offsets": (with_options(cu_seqlens=OFFSETS), "cu_seqlens must ...; got a tensor with cp_context"),
-    "states": (with_options(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state must ...; got shape"),
+    "offsets": (partial(kda, cu_seqlens=OFFSETS), "cu_seqlens must ...; got a tensor with cp_context"),
+    "states": (partial(kda, initial_state=torch.zeros(3, 2, 32, 64)), "initial_state must ...; got shape"),
     "zigzag": (lambda c: kda(other_of_fla(c.group, layout="zigzag")), "cp_context must ...; got layout 'zigzag'"),
     "context_indivisible": (context_of(torch.tensor([0, 63])), "cu_seqlens must ...; got 63 tokens"),
     "context_falling": (context_of(torch.tensor([0, 9, 8])), "cu_seqlens must ...; got 9 then 8"),

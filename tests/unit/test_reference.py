@@ -10,20 +10,11 @@ from torch import Tensor
 
 import flashdelta as fd
 
-from ..fuzz.truth import claims_of
 from ..support.cases import BF16, BY_NAME, CASES, FP32, PACKED_CASES, WITH_GRADIENTS, Case, case_id
 from ..support.gradients import gradients, incoming
+from ..support.held import run_held
 from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import (
-    NO_H,
-    TOLERANCE,
-    as_recurrent,
-    assert_close,
-    assert_right,
-    conditioning,
-    float64,
-    same_bits,
-)
+from ..support.oracle import NO_H, TOLERANCE, as_recurrent, assert_close, assert_right, conditioning, float64, same_bits
 
 FP64 = torch.float64
 both = pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
@@ -35,12 +26,7 @@ both = pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
 @pytest.mark.parametrize("case", [c for c in CASES if c.tokens < 1000], ids=case_id)
 def test_recurrence_is_the_papers(case: Case):
     """As the fuzzer has it, head by head and token by token, which shares no code with the library."""
-    call = as_recurrent(make_call(case, FP64))
-    inner = (case.V, case.K) if case.v_first else (case.K, case.V)
-    want = {"o": torch.zeros_like(call["v"]), "final_state": torch.zeros(case.sequences, case.HV, *inner, dtype=FP64)}
-    for claim in claims_of("fused_recurrent_kda", call | {"output_final_state": True}):
-        want[claim.target][claim.index] = claim.want
-    assert_right(fd.fused_recurrent_kda, call, want=tuple(want.values()))
+    run_held(fd.fused_recurrent_kda, as_recurrent(make_call(case, FP64)), TOLERANCE[FP64])
 
 
 # ---- chunked = recurrent -------------------------------------------------------------------------------------------
@@ -65,11 +51,7 @@ WITH_H = [replace(BY_NAME["h"], B=2, T=T, v_first=T > 64) for T in (1, 64, 150)]
 def test_h_is_the_state_before_every_chunk(case: Case, chunk_size: int):
     """Of packed sequences in order, and zeros where the host does not know how many chunks there are."""
     call = make_call(replace(case, h=True, chunk_size=chunk_size), FP64)
-    h = fd.chunk_kda(**call)[2]
-    for claim in claims_of("chunk_kda", call):
-        if claim.target == "h":
-            found = h[claim.index]
-            assert_close("h", found, claim.want.expand_as(found), TOLERANCE[FP64])
+    h = run_held(fd.chunk_kda, call, TOLERANCE[FP64])[2]
     if case.lengths:
         exact = fd.chunk_kda(**call, cu_seqlens_cpu=call["cu_seqlens"].cpu())[2]
         assert h.shape[1] == case.tokens // chunk_size + case.sequences

@@ -101,20 +101,15 @@ def own_names() -> None:
     pool, none = layer.make_pool(4), torch.zeros(2, dtype=torch.bool)
     half = replace(pool, state=pool.state.half())
     for y in (x, x[:, :4], x[:, :1]):
-        refused(
-            (
-                lambda y=y: layer(y, pool=pool, slots=torch.tensor([0, 9])),
-                "slots must be below .* 4 slots; got index 9",
-            ),
-            (lambda y=y: layer(y, pool=pool, slots=torch.tensor([2, 2])), "slots must be distinct: .* index 2"),
-            (lambda y=y: layer(y, pool=pool, slots=none), "slots must be of dtype"),
-            (
-                lambda y=y: layer(y, pool=half, slots=torch.tensor([0, 1])),
-                "pool.state must be of dtype .*; got float16",
-            ),
-            (lambda y=y: layer(y, replace(cache, state=cache.state.half())), "cache.state must be of dtype"),
-            (lambda y=y: layer(y, replace(cache, conv=cache.conv.half())), "cache.conv must be of dtype"),
-        )
+        for given, said in (
+            ({"pool": pool, "slots": torch.tensor([0, 9])}, "slots must be below .* 4 slots; got index 9"),
+            ({"pool": pool, "slots": torch.tensor([2, 2])}, "slots must be distinct: .* index 2"),
+            ({"pool": pool, "slots": none}, "slots must be of dtype"),
+            ({"pool": half, "slots": torch.tensor([0, 1])}, "pool.state must be of dtype .*; got float16"),
+            ({"cache": replace(cache, state=cache.state.half())}, "cache.state must be of dtype"),
+            ({"cache": replace(cache, conv=cache.conv.half())}, "cache.conv must be of dtype"),
+        ):
+            refused((lambda y=y, given=given: layer(y, **given), said))
 
 
 def unread() -> None:
@@ -336,18 +331,14 @@ def tensor_parallel() -> None:
 
 ROWS = [
     Situation("quantised projections", "SGLang #36507, QLoRA: a pool of int8 windows", lambda: quantised(False)),
-    Situation(
-        "dynamic quantisation", "make_pool and explain of a layer whose weight is a method", lambda: quantised(True)
-    ),
+    Situation("dynamic quantisation", "make_pool and explain where a weight is a method", lambda: quantised(True)),
     Situation("saved caches", "jundot/omlx #825: torch.load of a prompt cache with its default", saved),
     Situation("scale by position", "calls written for FLA, whose scale comes sixth", positional),
     Situation("names", "the layer's slots, pool and cache go by its own names in refusals of operators", own_names),
     Situation("unread arguments", "a null index without a pool, a bound beside a gate without one", unread),
     Situation("inputs of another kind", "a dtype, a device, a list instead of a tensor: refused by name", other_inputs),
     Situation("a default device", "torch.compile of the layer under torch.set_default_device", default_device),
-    Situation(
-        "inputs of the model", "too few pools ran fewer layers; tokens, sizes, files and devices by name", model_inputs
-    ),
+    Situation("inputs of the model", "too few pools; tokens, sizes, files and devices by name", model_inputs),
     Situation("float32 filters", "explain of a layer in bfloat16 whose filters stay in float32", wide_filters),
     Situation("no model", "load_model of what is no safetensors file, a torn one, or one of other weights", no_file),
     Situation("small sizes", "40 bytes are no 0.0 KiB", sizes),

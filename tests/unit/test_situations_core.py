@@ -17,7 +17,7 @@ from flashdelta.problem import device_checks
 from flashdelta.tools.cli import demo, doctor
 
 from ..support.cases import BY_NAME
-from ..support.inputs import make_call
+from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.readouts import OPERATORS, check_layer, check_readout
 
 ROOT = Path(__file__).parents[2]
@@ -82,11 +82,7 @@ def replayed(count: int) -> dict[str, Any]:
     """A row of a replay buffer that has recorded two tokens of three."""
     records = fd.replay_buffer(4, 2, 2, 32, 32)
     verify = step(1) | {"num_spec_tokens": 2, "update_state": False, "intermediate_states": records}
-    verify |= {
-        name: x[:, :1].expand(1, 2, *x.shape[2:]).flatten(0, 1)[None]
-        for name, x in step(1).items()
-        if name in "qkvgbeta"
-    }
+    verify |= {name: verify[name].expand(1, 2, *[-1] * (verify[name].dim() - 2)) for name in TOKEN_TENSORS}
     fd.recurrent_kda(**verify, cu_seqlens=offsets(0, 2))
     return committed(1, count) | {"intermediate_states": records}
 
@@ -107,100 +103,101 @@ def prefilled(decay: float) -> dict[str, Any]:
 HALF, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 
 
-ALWAYS, ASKED = "always", "FLASHDELTA_CHECK=1"
-REFUSED: dict[str, tuple[str, Callable, Callable[[], dict], str]] = {
-    "a bound that no gate reads": (ALWAYS, fd.chunk_kda, lambda: sequences(lower_bound=-5.0), "lower_bound must .*; got -5"),
-    "a bound, token by token": (ALWAYS, fd.recurrent_kda, lambda: step(0, lower_bound=-5.0), "lower_bound must .*; got -5"),
-    "offsets fall": (ALWAYS, fd.chunk_kda, lambda: sequences(cu_seqlens=offsets(0, 50, 20, 70)), ".* non-decreasing; got 50"),
-    "offsets pass the end": (ALWAYS, fd.chunk_kda, lambda: sequences(cu_seqlens=offsets(0, 71)), ".* at most T = 70"),
-    "a slot past the pool": (ALWAYS, fd.recurrent_kda, lambda: step(1, 4), "ssm_state_indices must be below .* 4 slots; got"),
-    "a slot past it, in chunks": (ALWAYS, fd.chunk_kda, lambda: pooled(4), "state_indices must be below .* 4 slots; got"),
-    "a checkpoint past the pool": (ALWAYS, fd.chunk_kda, lambda: pooled(0, **marked(16, 4)), "checkpoint_indices must be"),
-    "a checkpoint past the buffer": (
-        ALWAYS,
-        fd.chunk_kda,
-        lambda: sequences(checkpoint_states=torch.zeros(3, 2, 32, 64), **marked(16, 3)),
-        "checkpoint_indices must be below the number of rows, 3 rows; got index 3",
-    ),
-    "one past it, of windows": (
-        ALWAYS,
-        fd.short_convolution,
-        lambda: convolved(checkpoint_states=torch.zeros(3, 8, 3), **marked(16, 3)),
-        "checkpoint_indices must be below the number of rows",
-    ),
-    "a checkpoint past the end": (
-        ALWAYS,
-        fd.chunk_kda,
-        lambda: pooled(0, **marked(80, 1)),
-        "checkpoint_offsets must be at most the sequence's 70 tokens; got 80",
-    ),
-    "too few rows for checkpoints of packed sequences": (
-        ALWAYS,
-        fd.chunk_kda,
-        lambda: regular(2, 0, 65, 70),
-        "checkpoint_states must be of a row for each of the 3 checkpoints; got 2 rows",
-    ),
-    "offsets on the host that are others": (
-        ALWAYS,
-        fd.chunk_kda,
-        lambda: sequences(cu_seqlens=offsets(0, 30, 70), cu_seqlens_cpu=offsets(0, 40, 70)),
-        r"cu_seqlens_cpu must be equal to cu_seqlens \[0, 30, 70\]; got \[0, 40, 70\]",
-    ),
-    "a count past the states kept": (ALWAYS, fd.commit, lambda: committed(1, 99), "num_accepted_tokens must be .*; got 99"),
-    "a count past the records": (ALWAYS, fd.commit, lambda: replayed(3), "num_accepted_tokens must be at most the 2 tokens"),
-    "a slot for two": (ALWAYS, fd.recurrent_kda, lambda: step(1, 1), "ssm_state_indices must be distinct"),
-    "a null index that nothing reads": (
-        ALWAYS,
-        fd.chunk_kda,
-        lambda: sequences(null_index="non_positive"),
-        "null_index must be 'negative' without state_indices",
-    ),
-    "one of a step": (
-        ALWAYS,
-        fd.recurrent_kda,
-        lambda: step(0, ssm_state_indices=None, initial_state=None, null_index="non_positive"),
-        "null_index must be 'negative' without ssm_state_indices",
-    ),
-    "one of a convolution": (ALWAYS, fd.short_convolution, lambda: convolved(null_index="non_positive"), "null_index must be"),
-    "a promise that the gate can't keep": (
-        ALWAYS,
-        fd.chunk_kda,
-        lambda: make_call(BY_NAME["softplus"]) | {"safe_gate": True},
-        "safe_gate must be False with the gate 'softplus'",
-    ),
-    "gates in float32 beside rows in 16 bits": (
-        ALWAYS,
-        fd.gated_rms_norm,
-        lambda: normed(HALF, F32, F32),
-        "z must be of dtype float16 beside x in float16; got float32",
-    ),
-    "two dtypes of 16 bits": (
-        ALWAYS,
-        fd.gated_rms_norm,
-        lambda: normed(HALF, HALF, BF16),
-        "weight must be of dtype float32 or float16 beside x in float16; got bfloat16",
-    ),
-    "a log decay above 0, in float32": (ASKED, fd.kda_prefill, lambda: prefilled(0.5), "g must be .* see gate.; got 0.5"),
-    "a log decay above 0": (ASKED, fd.chunk_kda, lambda: positive(sequences()), "g must be of log decays at most 0"),
-    "one above 0 of a step": (ASKED, fd.recurrent_kda, lambda: positive(step(1)), "g must be of log decays .*; got 0.25"),
-    "a promise that does not hold": (
-        ASKED,
-        fd.chunk_kda,
-        lambda: sequences(safe_gate=True) | {"g": torch.full((1, 70, 2, 32), -6.0)},
-        r"g must be of log decays in \[-5, 0\], as safe_gate promises; got -6",
-    ),
-}  # fmt: skip
-"""By the situation: when it is refused, the call, and the start of what is said."""
+ASKED = "FLASHDELTA_CHECK=1"
+REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
+    fd.chunk_kda: {
+        "a bound that no gate reads": (lambda: sequences(lower_bound=-5.0), "lower_bound must .*; got -5"),
+        "offsets fall": (lambda: sequences(cu_seqlens=offsets(0, 50, 20, 70)), ".* non-decreasing; got 50"),
+        "offsets pass the end": (lambda: sequences(cu_seqlens=offsets(0, 71)), ".* at most T = 70"),
+        "a slot past the pool": (lambda: pooled(4), "state_indices must be below .* 4 slots; got"),
+        "a checkpoint past the pool": (lambda: pooled(0, **marked(16, 4)), "checkpoint_indices must be"),
+        "a checkpoint past the buffer": (
+            lambda: sequences(checkpoint_states=torch.zeros(3, 2, 32, 64), **marked(16, 3)),
+            "checkpoint_indices must be below the number of rows, 3 rows; got index 3",
+        ),
+        "a checkpoint past the end": (
+            lambda: pooled(0, **marked(80, 1)),
+            "checkpoint_offsets must be at most the sequence's 70 tokens; got 80",
+        ),
+        "too few rows for checkpoints of packed sequences": (
+            lambda: regular(2, 0, 65, 70),
+            "checkpoint_states must be of a row for each of the 3 checkpoints; got 2 rows",
+        ),
+        "offsets on the host that are others": (
+            lambda: sequences(cu_seqlens=offsets(0, 30, 70), cu_seqlens_cpu=offsets(0, 40, 70)),
+            r"cu_seqlens_cpu must be equal to cu_seqlens \[0, 30, 70\]; got \[0, 40, 70\]",
+        ),
+        "a null index that nothing reads": (
+            lambda: sequences(null_index="non_positive"),
+            "null_index must be 'negative' without state_indices",
+        ),
+        "a promise that the gate can't keep": (
+            lambda: make_call(BY_NAME["softplus"]) | {"safe_gate": True},
+            "safe_gate must be False with the gate 'softplus'",
+        ),
+    },
+    fd.recurrent_kda: {
+        "a bound that no gate reads": (lambda: step(0, lower_bound=-5.0), "lower_bound must .*; got -5"),
+        "a slot past the pool": (lambda: step(1, 4), "ssm_state_indices must be below .* 4 slots; got"),
+        "a slot for two": (lambda: step(1, 1), "ssm_state_indices must be distinct"),
+        "a null index that nothing reads": (
+            lambda: step(0, ssm_state_indices=None, initial_state=None, null_index="non_positive"),
+            "null_index must be 'negative' without ssm_state_indices",
+        ),
+    },
+    fd.short_convolution: {
+        "a checkpoint past the buffer": (
+            lambda: convolved(checkpoint_states=torch.zeros(3, 8, 3), **marked(16, 3)),
+            "checkpoint_indices must be below the number of rows",
+        ),
+        "a null index that nothing reads": (lambda: convolved(null_index="non_positive"), "null_index must be"),
+    },
+    fd.commit: {
+        "a count past the states kept": (lambda: committed(1, 99), "num_accepted_tokens must be .*; got 99"),
+        "a count past the records": (lambda: replayed(3), "num_accepted_tokens must be at most the 2 tokens"),
+    },
+    fd.gated_rms_norm: {
+        "gates in float32 beside rows in 16 bits": (
+            lambda: normed(HALF, F32, F32),
+            "z must be of dtype float16 beside x in float16; got float32",
+        ),
+        "two dtypes of 16 bits": (
+            lambda: normed(HALF, HALF, BF16),
+            "weight must be of dtype float32 or float16 beside x in float16; got bfloat16",
+        ),
+    },
+}
+"""By operator and situation: the call, and the start of what is said."""
+
+REFUSED_IF_ASKED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
+    fd.kda_prefill: {
+        "a log decay above 0": (lambda: prefilled(0.5), "g must be .* see gate.; got 0.5"),
+    },
+    fd.chunk_kda: {
+        "a log decay above 0": (lambda: positive(sequences()), "g must be of log decays at most 0"),
+        "a promise that does not hold": (
+            lambda: sequences(safe_gate=True) | {"g": torch.full((1, 70, 2, 32), -6.0)},
+            r"g must be of log decays in \[-5, 0\], as safe_gate promises; got -6",
+        ),
+    },
+    fd.recurrent_kda: {
+        "a log decay above 0": (lambda: positive(step(1)), "g must be of log decays .*; got 0.25"),
+    },
+}
 
 
-@pytest.mark.parametrize("situation", REFUSED)
+SITUATIONS = [(op, name) for table in (REFUSED, REFUSED_IF_ASKED) for op, rows in table.items() for name in rows]
+
+
+@pytest.mark.parametrize(("op", "situation"), SITUATIONS)
 @pytest.mark.parametrize("asked", [False, True], ids=["by default", ASKED])
-def test_refused(situation: str, asked: bool, monkeypatch: pytest.MonkeyPatch):
-    when, op, call, said = REFUSED[situation]
+def test_refused(op: Callable, situation: str, asked: bool, monkeypatch: pytest.MonkeyPatch):
+    always = REFUSED.get(op, {})
+    call, said = always.get(situation) or REFUSED_IF_ASKED[op][situation]
     monkeypatch.setattr(device_checks, "ENABLED", asked)
     given = call()
     answer = fd.supports(op, **given)
-    if asked or when == ALWAYS:
+    if asked or situation in always:
         assert not answer and re.match(said, answer.reason)
         with pytest.raises((ValueError, TypeError), match=f"^{said}"):
             op(**given)
@@ -266,13 +263,8 @@ def test_doctor_says_what_takes_seconds(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_make_demo_installs_the_command_alone_and_says_each_step(tmp_path: Path):
-    done = subprocess.run(
-        ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert sum(line.startswith("echo") for line in lines) >= 4 and "GB" in done.stdout
     assert any("'.[cli]'" in line for line in lines) and "test" not in done.stdout.replace(str(tmp_path), "")
