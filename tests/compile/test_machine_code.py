@@ -159,6 +159,23 @@ def test_the_gate_fails_when_it_must(entries: list, recorded: dict, compiled: di
     assert violations(entries, recorded, compiled) == said
 
 
+@pytest.mark.parametrize("changed", ["source", "record", "nothing"])
+def test_a_changed_source_or_record_is_noticed(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"FOLDER": tmp_path, "ROOT": tmp_path, "SOURCES": ("source",)}.items():
+        monkeypatch.setattr(records, name, value)
+    kernel = tmp_path / "source" / "kernel.py"
+    kernel.parent.mkdir()
+    kernel.write_text("as it was")
+    records.write({ENTRY: COSTS}, "3.6.0")
+    assert not records.holds_sources("3.6.0")
+    records.write_sources(records.sources(), "3.6.0")
+    if changed == "source":
+        kernel.write_text("as it is")
+    elif changed == "record":
+        records.write({replace(ENTRY, arch=80): COSTS}, "3.6.0")
+    assert records.holds_sources("3.6.0") == (changed == "nothing")
+
+
 # ---- sums of lanes' products ---------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ import functools
 import importlib
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,3 +93,18 @@ def test_other_libraries_are_held_to_the_truth_too():
     peers["fla"] = lambda **call: [1.1 * x for x in right(**call)]
     found = run.measure(program, row, setup_of(peers=peers))["contenders"]
     assert found["fla"]["problem"].startswith("wrong: error o 1.0e-01") and "cold_ms" not in found["fla"]
+
+
+def test_the_serving_programs_tables():
+    """A row's gain is the median of what neighbours differ by; the program starts where there is no engine."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "serve"
+    run_it = (
+        "import run, times; s = [dict(scenario='k3', row='step of 1', wave=0, off=x, on=x / 2) for x in (2.0, 6.0)]; "
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{run_it}print(times.table(times.summary(s)))"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert "| k3 | step of 1, ms | 4 | 2 | 2.00 (2.00 to 2.00) |" in done.stdout, done.stderr

@@ -293,23 +293,23 @@ def test_without_dispatch_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch):
     assert integrations.status("fla").state == "off" and not _fla.is_on()
 
 
-CHUNK = "def chunk_kda(q, k, v, g, beta, scale{}): ..."
-OTHER_VERSIONS = {
-    "more": (CHUNK.format(", cu_seqlens, causal=True"), "has parameters causal"),
-    "defaults": (CHUNK.format(", cu_seqlens, state_v_first=True"), "state_v_first=True"),
-}
+def more(q, k, v, g, beta, scale, cu_seqlens, causal=True): ...
 
 
-@pytest.mark.parametrize("name", OTHER_VERSIONS)
-def test_another_version_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch):
+def defaults(q, k, v, g, beta, scale, cu_seqlens, state_v_first=True): ...
+
+
+OTHER_VERSIONS = {more: "has parameters causal", defaults: "state_v_first=True"}
+
+
+@pytest.mark.parametrize("theirs", OTHER_VERSIONS)
+def test_another_version_is_left_alone(theirs: Callable, monkeypatch: pytest.MonkeyPatch):
     """With a warning, once."""
     from fla.ops.kda import chunk
 
     fresh(monkeypatch)
-    source, what = OTHER_VERSIONS[name]
-    found: dict[str, Any] = {}
-    exec(source, found)
-    monkeypatch.setattr(chunk, "chunk_kda", found["chunk_kda"])
+    what = OTHER_VERSIONS[theirs]
+    monkeypatch.setattr(chunk, "chunk_kda", theirs)
     with pytest.warns(UserWarning, match=what):
         _fla.enable()
     with warnings.catch_warnings():
