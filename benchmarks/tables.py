@@ -224,8 +224,8 @@ def picture() -> str:
             f"<text x='{left + bar + 6:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
         ]
     size = f"width='{left + width + 180}' height='{40 + 46 * len(rows)}'"
-    body = "\n".join(parts)
-    return f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect width='100%' height='100%' fill='white'/>\n{body}\n</svg>\n"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect width='100%' height='100%' fill='white'/>"
+    return "\n".join([head, *parts, "</svg>\n"])
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ def arrow(a: Place, b: Place) -> str:
         path = f"M {right - 34:.0f} {top:.0f} c -4 -16 30 -16 26 0"
     elif ax == bx:
         down = by > ay
-        path = f"M {ax + aw / 2:.0f} {ay + ah if down else ay:.0f} L {bx + bw / 2:.0f} {by - 5 if down else by + bh + 5:.0f}"
+        begin, end = (ay + ah, by - 5) if down else (ay, by + bh + 5)
+        path = f"M {ax + aw / 2:.0f} {begin:.0f} L {bx + bw / 2:.0f} {end:.0f}"
     elif ax < bx:
         path = f"M {ax + aw:.0f} {ay + ah / 2:.0f} L {bx - 5:.0f} {by + bh / 2:.0f}"
     else:
@@ -75,7 +76,8 @@ def drawn(title: str, columns: list[list[Box]], arrows: str) -> str:
     """`arrows`: `"a>b b>c"`."""
     places, width, height = placed(columns)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" role="img">',
         f"<title>{escape(title)}</title>",
         '<defs><marker id="end" viewBox="0 0 8 8" refX="4" refY="4" markerWidth="7" markerHeight="7" orient="auto">',
         '<path d="M0 0 L8 4 L0 8 z" fill="#444"/></marker></defs>',

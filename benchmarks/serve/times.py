@@ -18,9 +18,6 @@ STEPS = 96
 REQUESTS, LONG, SHORT = 64, 8192, 32
 """Load under which tokens per second are counted: requests at once, tokens in, tokens out."""
 
-RATES = ("tokens/s",)
-"""Rows in which more is better begin so."""
-
 
 def rows(llm, name: str) -> dict[str, Callable[[], float]]:
     """Measurements by name: each call makes one more, in ms or tokens per second."""
@@ -134,7 +131,7 @@ def summary(samples: list[dict]) -> list[dict]:
         for mode in (x for x in each[0] if x in MODES):
             row[mode] = {"median": statistics.median(s[mode] for s in each)}
             if mode != "off" and "off" in each[0] and not name.startswith("count"):
-                power = -1 if name.startswith(RATES) else 1
+                power = -1 if name.startswith("tokens/s") else 1  # more is better
                 waves = [
                     [(s["off"] / s[mode]) ** power for s in each if s["wave"] == w] for w in {s["wave"] for s in each}
                 ]

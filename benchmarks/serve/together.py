@@ -19,12 +19,12 @@ def environment(mode: str, work: str) -> dict[str, str]:
     """One process, no network, and of plugins only flashdelta's, if at all."""
     plugin = "flashdelta" if mode.startswith(("on", "fused")) else ""
     return os.environ | {
-        "VLLM_PLUGINS": plugin, "FLASHDELTA_VLLM_FUSED": str(int(mode == "fused")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT") or os.path.join(work, "vllm_cache"),
+        "VLLM_PLUGINS": plugin, "FLASHDELTA_VLLM_FUSED": str(int(mode == "fused")), "PYTHONUNBUFFERED": "1",
+        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", f"{work}/vllm_cache"),
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_KIMI_K3_GEMM_AR": "0", "VLLM_ENABLE_GEMM_RS": "0",
         "VLLM_USE_DEEP_GEMM": "0", "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }  # fmt: skip
 
 

@@ -12,13 +12,18 @@ BEGIN, END = "<!-- hot variants: written by `make record` -->\n", "<!-- end -->\
 
 KERNELS = {
     "prepare": ("fixed length", "offsets in int64", "unbounded, fixed length"),
-    "recurrence": ("fixed length", "offsets in int64", "stream-K, fixed length", "stream-K, offsets in int64",
-        "split, fixed length"),
+    "recurrence": (
+        "fixed length",
+        "offsets in int64",
+        "stream-K, fixed length",
+        "stream-K, offsets in int64",
+        "split, fixed length",
+    ),
     "transitions": ("split, fixed length",),
     "reverse": ("backward, fixed length",),
     "wy": ("backward, fixed length",),
     "intra": ("backward, fixed length",),
-}  # fmt: skip
+}
 HOT = (
     *((kernel, f"hopper K128 V128 {end}") for kernel, ends in KERNELS.items() for end in ends),
     *(("prepare_steps", f"hopper steps K128 V128 {end}") for end in ("fixed length", "unbounded, fixed length")),

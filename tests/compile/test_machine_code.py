@@ -103,8 +103,12 @@ def kernels_of(backend: str) -> set[str]:
 @pytest.mark.parametrize("version", records.recorded_tritons())
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_is_recorded_for_every_gpu(arch: int, version: str):
-    found = {backend: {e.kernel for e in records.read(version) if e.arch == arch and e.variant.startswith("hopper ") == hopper}
-        for backend, hopper in (("triton", False), ("hopper", True))}  # fmt: skip
+    found = {
+        backend: {
+            e.kernel for e in records.read(version) if e.arch == arch and e.variant.startswith("hopper ") == hopper
+        }
+        for backend, hopper in (("triton", False), ("hopper", True))
+    }
     assert found["triton"] == kernels_of("triton") and bool(found["hopper"]) == (arch == 90)
     # Hopper's calls launch portable kernels, too
     assert kernels_of("hopper") <= found["hopper"] <= kernels_of("hopper") | kernels_of("triton") or arch != 90

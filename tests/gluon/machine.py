@@ -123,8 +123,8 @@ class Barrier:
         wait_until(
             lambda: self.completed & 1 != phase,
             lambda: (
-                f"phase {phase} of an mbarrier: {self.completed} completed, {self.pending} of {self.count} arrivals and "
-                f"{self.bytes} bytes are missing"
+                f"phase {phase} of an mbarrier: {self.completed} completed, {self.pending} of {self.count} arrivals "
+                f"and {self.bytes} bytes are missing"
             ),
         )
         landed, self.landed = self.landed, []

@@ -101,10 +101,14 @@ SPLIT = [
     # which go from segment to segment through memory
     (replace(BY_NAME["softplus"], name="wide states", T=66, **FEW | {"K": 256}), "triton"),
     (replace(LONG, name="packed", lengths=(130, 0, 64, 257)), "hopper"),
-    (replace(UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True,
-        memory="long"), "hopper"),
+    (
+        replace(
+            UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True, memory="long"
+        ),
+        "hopper",
+    ),
     (replace(on_gpu(BY_NAME["decay"]), name="rows", B=2, T=140, memory="long"), "hopper"),
-]  # fmt: skip
+]
 
 
 def ids(x: object) -> str:

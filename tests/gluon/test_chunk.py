@@ -49,10 +49,13 @@ TURNS = [
     (replace(LONG, name="packed", HV=2, lengths=(130, 0, 300, 1, 65), state=FP32, h=True), False, [TILES, LATE]),
     (WIDE, False, [TILES, LATE]),
     (replace(LONG, name="one length", H=5, HV=5, T=500, state=FP32), True, [{"sms": 3}, {"sms": 3} | LAST]),
-    (replace(LONG, name="uneven", H=3, HV=3, lengths=(400, 0, 300, 64, 1), state=FP32, h=True), True,
-        [{"sms": 3}, {"sms": 3} | LAST]),
+    (
+        replace(LONG, name="uneven", H=3, HV=3, lengths=(400, 0, 300, 64, 1), state=FP32, h=True),
+        True,
+        [{"sms": 3}, {"sms": 3} | LAST],
+    ),
     (replace(WIDE, name="wide V64", V=64, lengths=(200, 0, 520), v_first=False), True, [TILES, TILES | LAST]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

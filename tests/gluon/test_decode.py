@@ -100,7 +100,7 @@ def test_rounds_of_portable_replay():
     ("name", "options"),
     [*itertools.product(RECORD_CHECKS, ({"backend": "hopper", "K": 64, "dtype": BF16}, {"backend": "triton"}))],
     ids=lambda x: x if isinstance(x, str) else x["backend"],
-)  # fmt: skip
+)
 def test_records(name: str, options: dict):
     RECORD_CHECKS[name](**options)
 

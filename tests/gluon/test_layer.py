@@ -81,8 +81,10 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
     assert exchanges == {case.name.startswith("exchanged")}
 
 
-@pytest.mark.parametrize(("name", "target"), [("packed", "final_state"), ("packed_new", "final_state"),
-    ("short", "final_state"), ("pool", "state_pool")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("packed", "final_state"), ("packed_new", "final_state"), ("short", "final_state"), ("pool", "state_pool")],
+)
 def test_nothing_beside_states_is_touched(name: str, target: str):
     """Pools, and final states where they are asked for."""
     case = CONVOLUTION_BY_NAME[name]

@@ -70,16 +70,18 @@ LAYOUTS = {
 BETWEEN = {"lengths": (65, 0, 3, 130), "unused": 2, "state": FP32, "v_first": True}
 EXACT = replace(UNBOUNDED, name="exact", gate="none", beta="value")
 BOTH_PATHS = [
-    *(replace(KIMI, name=f"bounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated",
-        "raw_1000")),
+    *(replace(KIMI, name=f"bounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated", "raw_1000")),
     *(replace(UNBOUNDED, name=f"unbounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated")),
-    *(replace(EXACT, name=f"{name}, {hard}", safe=safe, hard=hard, T=130) for name, safe in (("promised", True),
-        ("any decay", False)) for hard in ("g0", "g-5", "beta_to_2", "beta_zero")),
+    *(
+        replace(EXACT, name=f"{name}, {hard}", safe=safe, hard=hard, T=130)
+        for name, safe in (("promised", True), ("any decay", False))
+        for hard in ("g0", "g-5", "beta_to_2", "beta_zero")
+    ),
     replace(KIMI, name="double logits", beta="double_logit", hard="beta_saturated", T=130),
     replace(KIMI, name="no L2 norm", l2norm=False, hard="pinned", T=130),
     Case("half bound", "", gate="lower_bound", lower_bound=-0.5, hard="pinned", K=128, V=128, T=130),
     Case("no parameters", "", has_A_log=False, has_dt_bias=False, hard="pinned", K=128, V=128, **BOUNDED),
-]  # fmt: skip
+]
 LONG_AND_HARD = [
     replace(model, name=f"{model.name}, {hard}", hard=hard, T=4096, H=2, HV=2)
     for model, kinds in {

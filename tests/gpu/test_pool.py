@@ -63,10 +63,15 @@ BUFFER_MODELS = [
     replace(BUFFERED, name="prefill_every", marks=None, mark_rows=None, every=64, rows=9),
     replace(BUFFERED, name="prefill_fp32", states=FP32, final=BF16, case=replace(BUFFERED.case, v_first=False)),
     replace(BUFFERED, name="prefill_unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, final=False)),
-    replace(BUFFERS_BY_NAME["every_h"], name="many_heads", why="stream-K: a sequence's rows come from CTAs that share it",
+    replace(
+        BUFFERS_BY_NAME["every_h"],
+        name="many_heads",
+        why="stream-K: a sequence's rows come from CTAs that share it",
         case=replace(KIMI, H=96, HV=96, K=64, V=64, lengths=(300, 70, 200, 5), h=True, final=False, v_first=True),
-        every=64, rows=12),
-]  # fmt: skip
+        every=64,
+        rows=12,
+    ),
+]
 
 
 def gpu_pool_call(op, pool_case: PoolCase, dtype: torch.dtype, backend: str, seed: int = 0) -> dict:

@@ -129,13 +129,19 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
 _VERIFIED = [step for step in STEPS if step.rows is not None]
 REPLAYED = [
     *_VERIFIED,
-    replace(BY_NAME["verify_rows"], name="rows", lengths=(3, 0, 2, 5, 1), indices=(1, 2, -1, 0, 7), rows=(0, 1, 2, 3, 4),
-        buffer=5, slots=4),
+    replace(
+        BY_NAME["verify_rows"],
+        name="rows",
+        lengths=(3, 0, 2, 5, 1),
+        indices=(1, 2, -1, 0, 7),
+        rows=(0, 1, 2, 3, 4),
+        buffer=5,
+        slots=4,
+    ),
     replace(BY_NAME["verify_16"], name="drafts_16", state=FP32, HV=2),
     replace(BY_NAME["verify_16"], name="drafts_15", T=16, spec=15, state=FP32),
     replace(BY_NAME["verify_rows"], name="drafts_16_softplus", gate="softplus", spec=16, lengths=(17, 0, 16)),
-    replace(BY_NAME["verify_rows"], name="drafts_7_softplus", gate="softplus", spec=7, lengths=(8, 0, 5),
-        state=FP32),
+    replace(BY_NAME["verify_rows"], name="drafts_7_softplus", gate="softplus", spec=7, lengths=(8, 0, 5), state=FP32),
     replace(BY_NAME["verify_long"], name="drafts_16_long", spec=16, lengths=(17, 18, 2)),
     replace(BY_NAME["verify_rows"], name="drafts_9_packed", spec=9, lengths=(10, 1, 9), v_first=True),
     replace(BY_NAME["verify"], name="softplus_bf16", gate="softplus", beta="double_logit", state=BF16, v_first=False),
@@ -144,7 +150,7 @@ REPLAYED = [
     replace(BY_NAME["verify"], name="K256", K=256, V=256, H=1, HV=1, B=1, indices=(2,)),
     replace(BY_NAME["verify"], name="K1", K=1, V=2, H=1, HV=3),
     replace(BY_NAME["verify_rows"], name="mixed", layout="mixed_rows", state=FP32, v_first=True, H=2, HV=4),
-]  # fmt: skip
+]
 """Steps whose verification may go to a replay buffer."""
 
 _WIDE = replace(BY_NAME["verify"], K=128, V=128, H=2, HV=2, gap=256, v_first=True, state=BF16)
@@ -154,21 +160,29 @@ HOPPER_REPLAYED = [
     replace(_WIDE, name="too long", lengths=(8, 9, 5), spec=7),
     replace(_WIDE, name="too long for 17", lengths=(17, 18, 1), spec=16, state=FP32, gate="softplus"),
     replace(_WIDE, name="narrow", K=64, V=64, T=8, spec=7),
-    *(replace(_WIDE, name=f"{tokens} tokens", T=tokens, spec=tokens - 1, state=state) for tokens,
-        state in itertools.product((2, 4, 5, 8, 9, 16, 17), (FP32, BF16))),
+    *(
+        replace(_WIDE, name=f"{tokens} tokens", T=tokens, spec=tokens - 1, state=state)
+        for tokens, state in itertools.product((2, 4, 5, 8, 9, 16, 17), (FP32, BF16))
+    ),
     replace(_WIDE, name="narrow keys", K=64, state=FP32),
     replace(_WIDE, name="narrow values", V=64),
     replace(_WIDE, name="odd pitch", gap=9, state=FP32),
     replace(_WIDE, name="softplus", gate="softplus", lengths=(8, 0, 5), spec=7, HV=6, state=FP32),
-    *(replace(_WIDE, name=f"{tokens} tokens without a bound", gate=gate, T=tokens, spec=tokens - 1) for tokens,
-        gate in ((3, "none"), (4, "softplus"), (8, "logsigmoid"), (16, "softplus"), (17, "softplus"))),
-    *(replace(_WIDE, name=name, K=64, V=64, gate=gate, spec=16, state=FP32, **_EIGHTEEN, **lengths) for name,
-        gate, lengths in (("0 to 17 tokens", "lower_bound", {"lengths": tuple(range(18))}),
-        ("0 to 17 tokens without a bound", "logsigmoid", {"lengths": tuple(range(18))}), ("0 to 17 of 17 tokens",
-        "none", {"T": 17}))),
+    *(
+        replace(_WIDE, name=f"{tokens} tokens without a bound", gate=gate, T=tokens, spec=tokens - 1)
+        for tokens, gate in ((3, "none"), (4, "softplus"), (8, "logsigmoid"), (16, "softplus"), (17, "softplus"))
+    ),
+    *(
+        replace(_WIDE, name=name, K=64, V=64, gate=gate, spec=16, state=FP32, **_EIGHTEEN, **lengths)
+        for name, gate, lengths in (
+            ("0 to 17 tokens", "lower_bound", {"lengths": tuple(range(18))}),
+            ("0 to 17 tokens without a bound", "logsigmoid", {"lengths": tuple(range(18))}),
+            ("0 to 17 of 17 tokens", "none", {"T": 17}),
+        )
+    ),
     replace(_WIDE, name="narrow, logsigmoid", K=64, V=64, T=9, spec=8, gate="logsigmoid", state=FP32),
     replace(_WIDE, name="narrow keys, softplus", K=64, T=5, spec=4, gate="softplus"),
-]  # fmt: skip
+]
 """Those that Hopper has kernels for, or nearly."""
 
 WHOLE_HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.spec < 16]
@@ -312,12 +326,19 @@ def check_spoilt_token(
 RECORD_CHECKS: dict[str, Callable[..., None]] = {
     "wild counts": check_wild_counts,
     **{f"{n} tokens at the floor of the gate": functools.partial(check_floor, n) for n in (16, 17)},
-    **{f"{n} tokens without a bound, {gate}": functools.partial(check_strong_decays, gate, n)
-        for gate in ("none", "softplus", "logsigmoid") for n in (4, 7, 16, 17)},
-    **{f"token {n} whose {name} is no number, {gate}": functools.partial(check_spoilt_token, name, n, gate)
+    **{
+        f"{n} tokens without a bound, {gate}": functools.partial(check_strong_decays, gate, n)
+        for gate in ("none", "softplus", "logsigmoid")
+        for n in (4, 7, 16, 17)
+    },
+    **{
+        f"token {n} whose {name} is no number, {gate}": functools.partial(check_spoilt_token, name, n, gate)
         for name, n in (("q", 2), ("k", 1), ("v", 3), ("g", 2), ("beta", 1), ("initial_state", 0))
-        for gate in ("lower_bound", "logsigmoid")},
-    **{f"token 16 whose {name} is no number": functools.partial(check_spoilt_token, name, 16, gate, S=16)
-        for name, gate in zip(("q", "k", "v", "g", "beta"), ("lower_bound", "logsigmoid") * 3)},
-}  # fmt: skip
+        for gate in ("lower_bound", "logsigmoid")
+    },
+    **{
+        f"token 16 whose {name} is no number": functools.partial(check_spoilt_token, name, 16, gate, S=16)
+        for name, gate in zip(("q", "k", "v", "g", "beta"), ("lower_bound", "logsigmoid") * 3)
+    },
+}
 """By name: what holds of replay buffers with every backend."""

@@ -157,16 +157,16 @@ SIGNATURES = {
         conv_state=None recurrent_state=None""",
     _vllm.ling_prefill: f"q k v g beta {STATES} use_qk_l2norm_in_kernel=False cu_seqlens=None",
     _vllm.ling_decode: GLM_STEP,
-    _vllm.ling_verify: """q k v g beta scale initial_state inplace_final_state=True cu_seqlens=None ssm_state_indices=None
-        num_accepted_tokens=None use_qk_l2norm_in_kernel=False""",
+    _vllm.ling_verify: """q k v g beta scale initial_state inplace_final_state=True cu_seqlens=None
+        ssm_state_indices=None num_accepted_tokens=None use_qk_l2norm_in_kernel=False""",
     _vllm.ling_forward: "self q_proj_states k_proj_states v_proj_states g1 beta core_attn_out",
     _sglang.packed_decode: """self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim
         lower_bound=None""",
     _sglang.target_verify: """self A_log dt_bias q k v a b ssm_states cache_indices query_start_loc
         intermediate_states_buffer intermediate_state_indices cache_steps retrieve_parent_token lower_bound=None
         cache_ring=False replayssm_rawv=None replayssm_rawk=None replayssm_g=None replayssm_beta=None""",
-    _sglang.extend: """self q k v g beta ssm_states cache_indices query_start_loc A_log=None dt_bias=None lower_bound=None
-        beta_is_raw=False return_intermediate_states=False""",
+    _sglang.extend: """self q k v g beta ssm_states cache_indices query_start_loc A_log=None dt_bias=None
+        lower_bound=None beta_is_raw=False return_intermediate_states=False""",
 }
 """Parameters of the engines' functions by our adapters, as `tests/contract` sees them in the wheels."""
 

@@ -69,7 +69,8 @@ def test_numbers_and_words_of_the_bindings_are_the_headers(exported: Export):
     functions = bindings.Library(str(exported.shared)).functions
     words = {functions.fd_status_string(i).decode() for i in range(len(bindings.STATUS))}
     assert len(words) == len(bindings.STATUS) and functions.fd_status_string(99) == b"unknown status"
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import flashdelta_ctypes as f; print(f.Library(sys.argv[2]).version)"
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import flashdelta_ctypes; "
+    script += "print(flashdelta_ctypes.Library(sys.argv[2]).version)"
     version = run(sys.executable, "-I", "-S", "-c", script, exported.folder, exported.shared)
     assert version.strip() == flashdelta.__version__
 

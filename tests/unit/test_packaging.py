@@ -104,7 +104,8 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_installed_wheel_alone_runs(line: str, site: Path, tmp_path: Path):
     """Of this repository nothing else is there: neither its tests nor its benchmarks."""
     environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"} | {"PYTHONPATH": str(site)}
-    where = "import importlib.util as i, flashdelta as x; print(x.__file__, i.find_spec('tests'), i.find_spec('benchmarks'))"
+    where = "import importlib.util as i, flashdelta; "
+    where += "print(flashdelta.__file__, i.find_spec('tests'), i.find_spec('benchmarks'))"
     for command in ([sys.executable, "-c", where], [str(site / "bin" / "flashdelta"), *line.split()]):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -215,13 +215,20 @@ TAKEN: dict[str, tuple[Callable, Callable[[], dict]]] = {
     "a weight in 16 bits": (fd.gated_rms_norm, lambda: normed(F32, F32, BF16)),
     "a null index of what is read only": (
         fd.recurrent_kda,
-        lambda: step(1) | dict(
-            initial_state=None, ssm_state_indices=None, update_state=False, null_index="non_positive",
-            initial_state_source=torch.zeros(4, 2, 32, 32), initial_state_indices=torch.tensor([1]),
+        lambda: (
+            step(1)
+            | dict(
+                initial_state=None,
+                ssm_state_indices=None,
+                update_state=False,
+                null_index="non_positive",
+                initial_state_source=torch.zeros(4, 2, 32, 32),
+                initial_state_indices=torch.tensor([1]),
+            )
         ),
     ),
     "not a number": (fd.chunk_kda, lambda: sequences() | {"g": torch.full((1, 70, 2, 32), torch.nan)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("situation", TAKEN)

@@ -142,7 +142,7 @@ def chunk_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | No
         if not torch.is_inference_mode_enabled():
             return "return_intermediate_states: True outside of inference mode"
         if given.get("use_graph") and "cu_seqlens" in call:
-            return "use_graph: True with return_intermediate_states and cu_seqlens; FLA's h then has rows for chunks to come"
+            return "use_graph: True with return_intermediate_states and cu_seqlens; FLA's h has rows for chunks to come"
     if given.get("use_graph") and "cp_context" in call:
         return "use_graph: True with cp_context; FLA's context then counts ranks on the device"
     return None

@@ -602,8 +602,8 @@ KIMI_LINEAR, KIMI_K3 = f"{MAMBA}.gdn.kimi_gdn_linear_attn", "vllm.models.kimi_k3
 KIMI_KERNELS, GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.common.kda"
 LING = "vllm.model_executor.models.bailing_moe_v3"
 
-FUSED_VERIFY = """x weight conv_state raw_gate raw_beta A_log dt_bias state_indices query_start_loc num_accepted_tokens state
-    output_gate norm_weight lower_bound norm_eps output"""
+FUSED_VERIFY = """x weight conv_state raw_gate raw_beta A_log dt_bias state_indices query_start_loc num_accepted_tokens
+    state output_gate norm_weight lower_bound norm_eps output"""
 """Names that Kimi-K3 passes to a wrapper, which tells no parameters."""
 
 LAYERS = {
@@ -661,6 +661,6 @@ ENGINE = Engine(
     environment="FLASHDELTA_VLLM",
     read=("0.33.0",),
     patches=PATCHES,
-    replaces="prefill, decode and verification of Kimi-Linear, Kimi-K3, GLM-5.3-Flash and Ling-3, and steps of Kimi-K3 fused",
+    replaces="prefill, decode and verification of Kimi-Linear, Kimi-K3, GLM-5.3-Flash, Ling-3; steps of Kimi-K3 fused",
 )
 enable, disable, status = ENGINE.enable, ENGINE.disable, ENGINE.status

@@ -110,7 +110,8 @@ def fused_kda_decode(
         ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     tensors = (
-        x, weight, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, output_gate, norm_weight, output, bias,
+        x, weight, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, output_gate, norm_weight,
+        output, bias,
         cu_seqlens, num_accepted_tokens, intermediate_states, intermediate_state_indices,
     )  # fmt: skip
     options = (

@@ -248,7 +248,8 @@ def convolution_checkpoints_kernel(
         )
         store_last(
             x + batch * x_batch + channel, x_token, initial, checkpoint_states, slot, row, read, begin, begin + offset,
-            channel, channel < D, initial_slot, initial_channel, initial_input, states_row, states_channel, states_input, L,
+            channel, channel < D, initial_slot, initial_channel, initial_input, states_row, states_channel,
+            states_input, L,
         )  # fmt: skip
 
 

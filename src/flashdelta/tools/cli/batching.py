@@ -27,8 +27,8 @@ PROMPTS = (
     DEFAULT_PROMPT,
     "The value of an object can be changed when ",
     "A class definition ",
-    "If the sequence is empty, the statement does nothing. Otherwise the items of the sequence are assigned, from left to "
-    "right, to the ",
+    "If the sequence is empty, the statement does nothing. Otherwise the items of the sequence are assigned, from left "
+    "to right, to the ",
     "An import statement ",
     "The `yield` expression is used when defining a generator function, and so can only be used in the body of ",
 )
@@ -219,8 +219,9 @@ def show(report: dict, console: Console) -> None:
         console.print()
     way = "a CUDA graph a step" if report["graph"] else "without graphs"
     facts = (
-        f"{counted(len(report['prompts']), 'request')} in {counted(report['steps'], 'step')}, up to {report['most_running']} "
-        f"of {counted(report['slots'], 'slot')} at a time, {way}, {report['dtype']} on {report['device']}",
+        f"{counted(len(report['prompts']), 'request')} in {counted(report['steps'], 'step')}, up to "
+        f"{report['most_running']} of {counted(report['slots'], 'slot')} at a time, {way}, "
+        f"{report['dtype']} on {report['device']}",
         f"{report['tokens_per_s']:,.0f} tokens/s, prefills included",
     )
     show_check(console, facts, report, "each request's text is the one that it gets alone")
