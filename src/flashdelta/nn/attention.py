@@ -230,7 +230,7 @@ class KimiDeltaAttention(nn.Module):
                 has padding, on either side or between. Such rows are left out, as if the sequences were packed, and their
                 outputs are zero. The host waits for the device to count them.
             pool: instead of a cache: sequences go on from their slots and leave what comes next there. No gradients. With one
-                token a sequence, not packed, and heads of 32 to 128 channels it is one launch between the projections
+                token per sequence, not packed, and heads of 32 to 128 channels it is one launch between the projections
                 (`fused_kda_decode`), in a CUDA graph too.
             slots: `[N]` int32 or int64, with `pool`: each sequence's slot. No two sequences may have one.
             has_initial_state: `[N]` bool, with `pool`: where False the sequence starts anew in its slot.

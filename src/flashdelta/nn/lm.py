@@ -109,7 +109,7 @@ class KdaLanguageModel(nn.Module):
 
     Args:
         config: the model's shape.
-        chunk_size: tokens a chunk of the attention, 32 or 64.
+        chunk_size: tokens per chunk of the attention, 32 or 64.
         backend: what `flashdelta.chunk_kda` takes: `"auto"` or a backend's name.
 
     Raises:

@@ -50,7 +50,7 @@ def recurrent_kda(
     intermediate_state_indices: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    r"""One step of decoding: one to seventeen tokens a sequence, from states in a pool to states in a pool.
+    r"""One step of decoding: one to seventeen tokens per sequence, from states in a pool to states in a pool.
 
     Example:
         >>> q, k, v, g = (torch.randn(4, 1, 2, 64) for _ in "qkvg")
@@ -70,7 +70,7 @@ def recurrent_kda(
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
-            most 17 tokens a sequence. Packed (`cu_seqlens`): `[1, tokens, H, K]`. Any strides, read in place if dense in K.
+            most 17 tokens per sequence. Packed (`cu_seqlens`): `[1, tokens, H, K]`. Any strides, read in place if dense in K.
         k: as q.
         v: `[B, T, HV, V]`, dtype of q; `HV % H == 0`; `V` as `K`.
         g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
@@ -94,7 +94,7 @@ def recurrent_kda(
             are undefined.
         ssm_state_indices: `[N]` int32 or int64: each sequence's slot. With `num_spec_tokens`, `[N, 1 + num_spec_tokens]`: the
             slot that receives the state after each token. Any strides. No two states may be stored to one slot.
-        num_spec_tokens: `S` in 1 to 16: verify `1 + S` tokens a sequence (packed: up to) in one launch.
+        num_spec_tokens: `S` in 1 to 16: verify `1 + S` tokens per sequence (packed: up to) in one launch.
         num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: the sequence starts from slot
             `ssm_state_indices[n, accepted - 1]`, the last accepted token's of the round before. A count outside `1 .. 1 + S`
             makes it null. None: 1 everywhere.
@@ -112,7 +112,7 @@ def recurrent_kda(
             starts from). Their dtype is the pool's. `commit` copies the accepted one to the pool. Or a buffer made by
             `replay_buffer`: receives what each token changes, for `commit` to replay, in 2.4 % of the memory of float32 states
             with K = V = 128. No two sequences may name one row of it; null ones leave theirs alone, whatever it is.
-        backend: `"auto"`, `"hopper"` (V first: one token a sequence with states in bfloat16, or several into a replay
+        backend: `"auto"`, `"hopper"` (V first: one token per sequence with states in bfloat16, or several into a replay
             buffer), `"triton"` or `"reference"`; see `explain`.
 
     Returns:

@@ -92,7 +92,7 @@ def fused_kda_decode(
         cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences of up to `1 + num_spec_tokens` tokens, from 0,
             never falling. A sequence without tokens leaves its slots alone. So does a longer one, which FLASHDELTA_CHECK=1
             refuses. Its rows of the output, and those of no sequence, are undefined.
-        num_spec_tokens: `S` in 1 to 16: `1 + S` tokens a sequence (packed: up to).
+        num_spec_tokens: `S` in 1 to 16: `1 + S` tokens per sequence (packed: up to).
         num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: how many tokens of the round before were accepted.
             They say where the window begins and, without `intermediate_states`, from which slot the sequence starts, that of
             the last accepted token. A count outside `1 .. 1 + S` makes it null. None: 1 everywhere.
@@ -101,7 +101,7 @@ def fused_kda_decode(
             `commit` to replay. Windows are written all the same, and need the counts of `commit` in the next round.
         state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved, as both engines have it).
-        backend: `"auto"`, `"hopper"` (one token a sequence, `K == V`), `"triton"` or `"reference"`; see `explain`.
+        backend: `"auto"`, `"hopper"` (one token per sequence, `K == V`), `"triton"` or `"reference"`; see `explain`.
 
     Returns:
         `o [N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), in x's dtype.

@@ -41,7 +41,7 @@ def fused_recurrent_kda(
     null_index: NullIndex = "negative",
     has_initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention token by token: the same function as `chunk_kda`, faster for a few tokens a sequence.
+    """Kimi Delta Attention token by token: the same function as `chunk_kda`, faster for a few tokens per sequence.
 
     Example:
         >>> q, k, v, g = (torch.randn(1, 3, 2, 64) for _ in "qkvg")

@@ -1,6 +1,6 @@
 """KDA in chunks, stage by stage, in PyTorch: what each kernel stage must compute.
 
-With `C` tokens a chunk and `G = cumsum(g)` inside it (docs/algorithm.md derives this; the scale is in q):
+With `C` tokens per chunk and `G = cumsum(g)` inside it (docs/algorithm.md derives this; the scale is in q):
 
     prepare     Akk     = strict_lower(beta_i <k_i, k_j exp(G_i - G_j)>)      [C, C]
                 inverse = (I + Akk)^-1 diag(beta)                             [C, C]

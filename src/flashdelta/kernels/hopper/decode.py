@@ -1,4 +1,4 @@
-"""Stage `decode` for Hopper: one token a sequence, states in bfloat16 as `[V, K]`. One CTA of one warp per (sequence, value
+"""Stage `decode` for Hopper: one token per sequence, states in bfloat16 as `[V, K]`. One CTA of one warp per (sequence, value
 head, slice of `BV` value channels).
 
 Contract and order of operations: as `triton/decode.py`. What differs is how a warp is kept from waiting:
@@ -210,7 +210,7 @@ DECODE_AT_ONCE = 28
 
 
 def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
-    """One token a sequence. None for few pairs of sequence and head, and where copies can't be asynchronous."""
+    """One token per sequence. None for few pairs of sequence and head, and where copies can't be asynchronous."""
     states = decode_states(problem, t, outputs.get("final_state"))
     many = problem.N * problem.HV > DECODE_FEW
     if not many or not all(aligned(x, 16) for x in (t.q, t.k, t.g, states.initial)):

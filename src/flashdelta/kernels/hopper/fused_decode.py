@@ -1,4 +1,4 @@
-"""Stage `fused_decode` for Hopper: one token a sequence, states in place as `[V, K]`. One CTA per (sequence, query/key head).
+"""Stage `fused_decode` for Hopper: one token per sequence, states in place as `[V, K]`. One CTA per (sequence, query/key head).
 
 Contract and order of operations: as `triton/fused_decode.py`. What differs is how few times a CTA waits:
 

@@ -231,7 +231,7 @@ def verify_kernel(
     K: gl.constexpr, V: gl.constexpr, TOKENS: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr,
     L2NORM: gl.constexpr, NULL_GIVES_ZERO: gl.constexpr, ONE_MORE: gl.constexpr,
 ):  # fmt: skip
-    """At most `TOKENS` tokens a sequence, in `V / 32` warps. With `T = TOKENS`, and k above q in rows `2 t` and `2 t + 1`:
+    """At most `TOKENS` tokens per sequence, in `V / 32` warps. With `T = TOKENS`, and k above q in rows `2 t` and `2 t + 1`:
 
     k, q, g  --by key channel-->  rows_s [2, 2 T, K]  exp(G) k and exp(G) q       until_s [2, 16, K]  exp(-G) k
                                     |      |                                         |

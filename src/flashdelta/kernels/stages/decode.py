@@ -10,7 +10,7 @@ from ...problem.problem import CommitProblem, CommitTensors, StepProblem, StepTe
 from .launch import or_empty
 
 DECODE_FEW = 256
-"""Pairs of sequence and value head up to which `decode` of one token a sequence counts as few."""
+"""Pairs of sequence and value head up to which `decode` of one token per sequence counts as few."""
 
 
 def step_arguments(problem: StepProblem, t: StepTensors, states: DecodeStates, o: Tensor) -> dict[str, object]:

@@ -99,7 +99,7 @@ COMMIT_BLOCK = 4096
 
 
 def replay_config(problem: CommitProblem) -> Config:
-    """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 32 registers a thread twice."""
+    """16 KB of float32 states per CTA where the slices allow it, as in `decode`, in 32 registers per thread twice."""
     BV = max(-(-problem.V // RECORD_COUNTS), min(problem.V, 4096 // problem.K))
     return Config(BV=BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
 

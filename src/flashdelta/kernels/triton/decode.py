@@ -1,4 +1,4 @@
-"""Stage `decode` (FLA: `fused_recurrent_kda`): KDA token by token, for few tokens a sequence. One CTA per (sequence, value
+"""Stage `decode` (FLA: `fused_recurrent_kda`): KDA token by token, for few tokens per sequence. One CTA per (sequence, value
 head, slice of `BV` value channels).
 
 Contract (docs/decode.md; `reference.decode` is the definition), in fp32 throughout:
@@ -134,7 +134,7 @@ def decode_kernel(
 ):  # fmt: skip
     """`S <- diag(exp(g_t)) S + beta_t k_t (v_t - k_t^T diag(exp(g_t)) S)`, `o_t = scale q_t^T S`.
 
-    `SINGLE`: one token a sequence. `EACH`: the state after every token is stored, in slots of the pool or (2) in rows of a
+    `SINGLE`: one token per sequence. `EACH`: the state after every token is stored, in slots of the pool or (2) in rows of a
     scratch buffer.
     `IN_PLACE`: states are slots of a pool; `TWO_POOLS`: read from one and stored to another. `STREAM`: states need not stay in
     the L2 cache.

@@ -167,8 +167,8 @@ def fused_decode_kernel(
     CHANNELS: tl.constexpr, SINGLE: tl.constexpr, STREAM: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
     L2NORM: tl.constexpr, V_FIRST: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`SINGLE`: one token a sequence. `EACH`: 0 for the state after the last token in place, 1 for those after each in slots of
-    the pool, 3 for what each changes in rows of a replay buffer. Channels of k and v come `key_channels` and `value_channels`
+    """`SINGLE`: one token per sequence. `EACH`: 0 for the state after the last token in place, 1 for those after each in slots
+    of a pool, 3 for what each changes in rows of a buffer. Channels of k and v come `key_channels` and `value_channels`
     after those of q, and their filters `key_taps` and `value_taps` elements. `CHANNELS`: those of a window are dense."""
     if OVERLAP:
         gdc_wait()

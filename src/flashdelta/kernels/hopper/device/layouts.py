@@ -30,7 +30,7 @@ LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC.value, k_wid
 """A left operand in registers. An accumulator rounded to bf16 has this layout: no data moves."""
 
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Rows of bf16 as four warps copy them, 16 bytes a thread."""
+"""Rows of bf16 as four warps copy them, 16 bytes per thread."""
 
 
 @gluon.jit
