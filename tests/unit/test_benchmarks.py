@@ -8,8 +8,10 @@ import json
 import re
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
@@ -104,3 +106,14 @@ def test_the_serving_programs_tables():
     folder = Path(__file__).parents[2] / "benchmarks" / "serve"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
     assert "| k3 | step of 1, ms | 4 | 2 | 2.00 (2.00 to 2.00) |" in done.stdout, done.stderr
+
+
+def test_a_bundle_packs_its_files_the_same_each_time(tmp_path: Path) -> None:
+    bundle = run_path(str(Path(__file__).parents[2] / "benchmarks" / "serve" / "bundle.py"))
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "a.py").write_text("x = 1\n")
+    for name in ("first", "second"):
+        bundle["pack"](tmp_path, name, tmp_path, ["vllm/a.py"])
+    assert (tmp_path / "first.tar.xz").read_bytes() == (tmp_path / "second.tar.xz").read_bytes()
+    with tarfile.open(tmp_path / "first.tar.xz") as tar:
+        assert tar.extractfile("vllm/a.py").read() == b"x = 1\n"  # type: ignore[union-attr]
