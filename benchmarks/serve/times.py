@@ -42,22 +42,30 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
 
         return (kernels(17) - kernels(1)) / 16e3
 
-    def host(n: int) -> float:
-        """A KDA layer's own code in a prefill, which runs eagerly: the median of all layers."""
+    def inside(n: int, gpu: bool) -> float:
+        """KDA layers' own code in a prefill, which runs eagerly: the host's time, the median of all layers, or the GPU's, their
+        sum."""
+        import torch
+
         layers = llm.apply_model(lambda model: [x for x in model.modules() if type(x).__name__ in LAYERS.values()])[0]
-        spans: list[float] = []
+        spans: list[tuple] = []
 
         def clocked(theirs, **call):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             begin = time.perf_counter()
             theirs(**call)
-            spans.append(1e3 * (time.perf_counter() - begin))
+            spans.append((1e3 * (time.perf_counter() - begin), start, end))
+            end.record()
 
         for layer in layers:
             layer._forward = functools.partial(clocked, layer._forward)
         first_token(n)
         for layer in layers:
             del layer._forward
-        return statistics.median(spans)
+        if gpu:
+            return sum(start.elapsed_time(end) for _, start, end in spans)
+        return statistics.median(host for host, _, _ in spans)
 
     def rate(prompts: list[list[int]], n: int) -> float:
         return sum(len(p) + n for p in prompts) / run(llm, prompts, n)[0]
@@ -81,7 +89,8 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
         **{f"first token of {n}": functools.partial(first_token, n) for n in PROMPTS},
         # a length that no call had before
         f"first token of about {PROMPTS[0]}, each length new": lambda: first_token(PROMPTS[0] - next(lengths)),
-        "host time of a layer's prefill": functools.partial(host, PROMPTS[0]),
+        "host time of a layer's prefill": functools.partial(inside, PROMPTS[0], False),
+        **{f"all KDA layers in a prefill of {n}": functools.partial(inside, n, True) for n in PROMPTS[:2]},
         **{f"step of {batch}": functools.partial(step, batch) for batch in BATCHES},
         f"tokens/s, {REQUESTS} requests of {LONG} in, {SHORT} out": lambda: rate(
             [tokens(next(fresh), LONG) for _ in range(REQUESTS)], SHORT
