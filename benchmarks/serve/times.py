@@ -85,13 +85,18 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
             "tokens/s, 32 drafting requests": functools.partial(drafting, "rate"),
             "count of accepted tokens per draft": functools.partial(drafting, "accepted"),
         }
-    return {
-        **{f"first token of {n}": functools.partial(first_token, n) for n in PROMPTS},
+    found = {
+        **{f"first token of {n}": functools.partial(first_token, n) for n in PROMPTS[:2]},
+        **{f"step of {batch}": functools.partial(step, batch) for batch in BATCHES},
+    }
+    if SCENARIOS[name].heads != 32:  # a shard: what its fused step and its number of heads change
+        return found
+    return found | {
+        f"first token of {PROMPTS[2]}": functools.partial(first_token, PROMPTS[2]),
         # a length that no call had before
         f"first token of about {PROMPTS[0]}, each length new": lambda: first_token(PROMPTS[0] - next(lengths)),
         "host time of a layer's prefill": functools.partial(inside, PROMPTS[0], False),
         **{f"all KDA layers in a prefill of {n}": functools.partial(inside, n, True) for n in PROMPTS[:2]},
-        **{f"step of {batch}": functools.partial(step, batch) for batch in BATCHES},
         f"tokens/s, {REQUESTS} requests of {LONG} in, {SHORT} out": lambda: rate(
             [tokens(next(fresh), LONG) for _ in range(REQUESTS)], SHORT
         ),
@@ -99,8 +104,8 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
     }
 
 
-REPEATS = {"first token of 65536": 2, "tokens/s": 2, "GPU time": 1}
-"""How often a row is measured per process, by how it begins; else 7 times."""
+REPEATS = {"first token of 65536": 2, "tokens/s, 64": 2, "GPU time": 1}
+"""How often a row is measured per process, by how it begins; else 5 times."""
 
 
 def in_turn(workers: list[Worker], until: float, wave: int, keep: Callable[[dict], None]) -> None:
@@ -109,7 +114,7 @@ def in_turn(workers: list[Worker], until: float, wave: int, keep: Callable[[dict
     for scenario in dict.fromkeys(worker.case.split(":")[0] for worker in workers):
         group = [worker for worker in workers if worker.case.split(":")[0] == scenario]
         for row in (group[0].ask("rows", until) or {"rows": []})["rows"]:
-            for n in range(next((x for begin, x in REPEATS.items() if row.startswith(begin)), 7)):
+            for n in range(next((x for begin, x in REPEATS.items() if row.startswith(begin)), 5)):
                 answers = {w.case.split(":")[1]: w.ask(row, until) for w in (group if (wave + n) % 2 else group[::-1])}
                 if None in answers.values():
                     print(*(line for w in group for line in w.log().splitlines()[-8:]), sep="\n", flush=True)
