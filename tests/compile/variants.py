@@ -43,7 +43,7 @@ from flashdelta.problem.operations import PREFILL_SIZES
 from flashdelta.problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors, record_width
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
-from flashdelta.tools.compile import compiled, costs_of, in_processes, only_launches, source
+from flashdelta.tools.compile import in_processes, only_launches, source
 
 from ..support.cases import BF16, FP16, FP32, Case
 from ..support.decoding import Step, make_step
@@ -51,6 +51,7 @@ from ..support.fused import FusedStep, make_fused
 from ..support.inputs import TOKEN_TENSORS, meta_call, on_meta
 from ..support.oracle import as_recurrent
 from ..support.wy import WyCase, make_wy
+from .costs import compiled, costs_of
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 
