@@ -19,13 +19,24 @@ def environment(mode: str, work: str) -> dict[str, str]:
     """One process, no network, and of plugins only flashdelta's, if at all."""
     plugin = "flashdelta" if mode.startswith(("on", "fused")) else ""
     return os.environ | {
-        "VLLM_PLUGINS": plugin, "FLASHDELTA_VLLM_FUSED": str(int(mode == "fused")), "PYTHONUNBUFFERED": "1",
+        "VLLM_PLUGINS": plugin,
+        "FLASHDELTA_VLLM_FUSED": str(int(mode == "fused")),
+        "PYTHONUNBUFFERED": "1",
         "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", f"{work}/vllm_cache"),
-        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_KIMI_K3_GEMM_AR": "0", "VLLM_ENABLE_GEMM_RS": "0",
-        "VLLM_USE_DEEP_GEMM": "0", "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }  # fmt: skip
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_KIMI_K3_GEMM_AR": "0",
+        "VLLM_ENABLE_GEMM_RS": "0",
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
 
 
 class Worker:
@@ -38,8 +49,11 @@ class Worker:
         with open(f"{self.path}.log", "w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, sys.argv[0], *arguments, "--child", case],
-                env=environment(case.split(":")[1], work), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                env=environment(case.split(":")[1], work),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     def answer(self, until: float) -> dict | None:
         """The next answer; None if the process ended without one, or took too long."""
