@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 
 COMPILED = re.compile(r"JIT compilation during inference: (\w+)")
 """Pattern of what vLLM's monitor says of a kernel that is compiled while it serves."""
@@ -35,13 +35,8 @@ class Worker:
         for old in Path(work).glob(f"{case.replace(':', '-')}.[0-9]*.json"):
             old.unlink()
         with open(f"{self.path}.log", "w") as log:
-            command, env = (
-                [sys.executable, sys.argv[0], *arguments, "--child", case],
-                environment(case.split(":")[1], work),
-            )
-            self.process = subprocess.Popen(
-                command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
-            )
+            command, mode = [sys.executable, sys.argv[0], *arguments, "--child", case], case.split(":")[1]
+            self.process = Popen(command, env=environment(mode, work), stdin=PIPE, stdout=log, stderr=STDOUT)
 
     def answer(self, until: float) -> dict | None:
         """The next answer; None if the process ended without one, or took too long."""
