@@ -158,6 +158,13 @@ MUTANTS = {
         ("problem/arguments.py", "x._is_zerotensor() and x.numel() > 0", "False"),
     ],
     "unit/test_engines.py": [
+        (
+            "integrations/seams.py",
+            "self.adapter(self.original, self.defaults | call)",
+            "self.adapter(self.original, call)",
+        ),
+        ("integrations/seams.py", "return bool(self.digests) and files.digest(", "return False and files.digest("),
+        ("integrations/engine.py", "return other if is_read else", "return other if True else"),
         ("integrations/_vllm.py", "states.stored = found is not None", "pass"),
         ("integrations/_vllm.py", '{"null_index": "non_positive", "use', '{"null_index": "negative", "use'),
         ("integrations/_sglang.py", '"update_state": False', '"update_state": True'),
@@ -176,7 +183,12 @@ MUTANTS = {
         ("backends.py", "if capability[0] != 9:", "if capability[0] < 9:"),
         ("program/workspace.py", "self._next(offset if offset % size == 0 else size)", "self._next()"),
     ],
+    "unit/test_gloo.py::test_what_one_rank_refuses_the_others_hear": [
+        ("parallel/checks.py", "            _refuse(*where)\n        raise", "            pass\n        raise")
+    ],
     "unit/test_integrations.py": [
+        ("integrations/packing.py", "diff(dim=1) != 1, (1, 0), value=True)", "diff(dim=1) != 1, (1, 0), value=False)"),
+        ("integrations/packing.py", "return zero_strays(o, offsets).view", "return o.view"),
         ("integrations/_fla.py", '["initial_state"].float()', '["initial_state"]'),
         ("integrations/_fla.py", 'given.get("inplace_final_state", True) else None', "False else None"),
         ("integrations/_transformers.py", 'if fla.state in ("active", "possible"):', 'if fla.state == "possible":'),
@@ -191,6 +203,7 @@ MUTANTS = {
         ("parallel/checks.py", "if calls[r] != calls[0]:", "if False:"),
         ("problem/arguments.py", "if x._version != version:", "if False:"),
         ("parallel/border.py", "some & (begin < low)", "some & (begin <= low)"),
+        ("parallel/context.py", "return x[(self.border[FIRST] + own).clamp(", "return x[own.clamp("),
         ("parallel/halo.py", "+= grads[r][:, start:stop]", "= grads[r][:, start:stop]"),
     ],
     "unit/test_program.py": [
@@ -214,6 +227,9 @@ MUTANTS = {
     ],
     "unit/test_reference.py::test_chunked_is_the_recurrence": [
         ("reference/chunk.py", "v_new = p.inverse @ v - p.w @ S", "v_new = p.inverse @ v + p.w @ S")
+    ],
+    "unit/test_transforms.py": [
+        ("runtime/call.py", "if transformed and not (plain and written is None):", "if False:")
     ],
     "unit/test_supports.py": [
         ("runtime/call.py", "self.remember_refusal(str(refusal), given, key)\n            raise", "raise")
