@@ -110,8 +110,8 @@ def main() -> int:
     for folder in (args.work, args.out):
         os.makedirs(folder, exist_ok=True)
     until = time.monotonic() + args.limit
-    found: dict = {"what": args.what, "sizes": vars(args.sizes), "not stock": NOT_STOCK, "engines": {}, "samples": [],
-                   "reports": {}, "compiled": {}}  # fmt: skip
+    found: dict = {"what": args.what, "sizes": vars(args.sizes), "not stock": NOT_STOCK, "samples": []}
+    found |= {"engines": {}, "reports": {}, "compiled": {}}
     arguments = [x for x in sys.argv[1:] if x != "--child"]
     for wave in range(args.waves):
         for group in (args.cases or DEFAULT[args.what]).split(";"):

@@ -1,12 +1,11 @@
 """Step 3: the same with a pipeline: the next tiles are on their way while this one is multiplied.
 
-python examples/gluon/step_3_pipeline.py
+python -m examples.gluon.step_3_pipeline
 """
 
 from __future__ import annotations
 
 import torch
-from step_2_multiply import ACC, K, M, N, product, show, store_product
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashdelta.kernels.hopper.device.compat import barrier, copy_tile
 from flashdelta.program.launch import Launch
+
+from .step_2_multiply import ACC, K, M, N, product, show, store_product
 
 STAGES = 4
 """Tiles of 16 KB for x and y each: 128 KB of the 227 KB that a CTA may have."""

@@ -44,7 +44,7 @@ hopper = pytest.mark.skipif(
 @pytest.mark.long
 def test_the_tutorials_kernels_are_right():
     for step, said in (("1_load", "2 x, to the bit"), ("2_multiply", "x y"), ("3_pipeline", "x y")):
-        assert said in run(f"examples/gluon/step_{step}.py")
+        assert said in run("-m", f"examples.gluon.step_{step}")
     assert len(rates()) == 5  # step 4 ends where one of them is wrong
 
 
@@ -60,5 +60,5 @@ def test_the_tutorials_ways_take_the_time_it_says():
 
 def rates() -> dict[str, float]:
     """TFLOP/s of each way to multiply."""
-    found = re.findall(r"^(.*?) +([\d.]+) TFLOP/s", run("examples/gluon/step_4_measure.py"), flags=re.MULTILINE)
+    found = re.findall(r"^(.*?) +([\d.]+) TFLOP/s", run("-m", "examples.gluon.step_4_measure"), flags=re.MULTILINE)
     return {way: float(rate) for way, rate in found}
