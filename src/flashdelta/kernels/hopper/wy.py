@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -413,12 +412,12 @@ def described(x: WyOperands) -> WyOperands:
     return replace(x, **rows, h=by_state(x.h), dh=by_state(x.dh))
 
 
-def by_token(x: torch.Tensor) -> TensorDescriptor:
+def by_token(x: Tensor) -> TensorDescriptor:
     """A descriptor of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
     return describe(x, (1, TILE, 1, x.shape[-1]))
 
 
-def by_state(x: torch.Tensor) -> TensorDescriptor:
+def by_state(x: Tensor) -> TensorDescriptor:
     """A descriptor of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
     return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
 
