@@ -54,8 +54,8 @@ class Dispatcher:
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         self.place = place = {name: i for i, name in enumerate(self.tensors)}
-        overlaps = operation.overlaps([*self.tensors])
-        self.pairs = [(place[name], [place[other] for other in others]) for name, others in overlaps.items()]
+        self.pairs = [(place[x], [place[other] for other in others]) for x, others in operation.overlaps(self.tensors)]
+
         CALLS[function] = self
 
     def __call__(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
