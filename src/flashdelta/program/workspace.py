@@ -14,7 +14,9 @@ from ..problem.problem import Tensors, replaced
 
 T = TypeVar("T", bound=Tensors)
 
-Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Shape = tuple[int, ...]
+Layout = Mapping[str, tuple[Shape, torch.dtype]]
+
 """Shapes and dtypes by name, in the order in which the tensors lie."""
 
 
@@ -29,9 +31,7 @@ with torch.inference_mode():  # views of others count their versions, which take
 
 
 @functools.lru_cache(4096)  # calls that differ in their lengths have parameters, pools and indices in the same places
-def tensor_at(
-    address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
-) -> Tensor:
+def tensor_at(address: int, shape: Shape, dtype: torch.dtype, strides: Shape | None = None) -> Tensor:
     """A tensor in slots, by default a dense one."""
     if strides is None:
         count, strides = 1, ()

@@ -17,7 +17,7 @@ Differentiable, for any device and dtype up to float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +63,7 @@ def solve(system: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
 
-def prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, solve: Callable[[Tensor, Tensor], Tensor] = solve
-) -> Prepared:
+def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, solve: Callable[..., Tensor] = solve) -> Prepared:
     """`inverse = (I + Akk)^-1 diag(beta)`, `w = inverse (k exp(G))` and so on: stage `prepare`, parallel over chunks.
 
     Inputs are chunked, `[.., C, K]` and `beta [.., C]`; `solve(system, right)` forms `inverse`.
@@ -81,14 +79,8 @@ def prepare(
     eye = torch.eye(C, dtype=q.dtype, device=q.device)
     inverse = solve(eye + Akk, torch.diag_embed(beta))
     decayed = g.cumsum(-2).exp()
-    return Prepared(
-        w=inverse @ (k * decayed),
-        qg=q * decayed,
-        kg=k * pair[..., -1, :, :],
-        inverse=inverse,
-        Aqk=Aqk,
-        decay=decayed[..., -1, :],
-    )
+    w, qg, kg = inverse @ (k * decayed), q * decayed, k * pair[..., -1, :, :]
+    return Prepared(w, qg, kg, inverse, Aqk, decay=decayed[..., -1, :])
 
 
 def recur(p: Prepared, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,9 +89,7 @@ def recur(p: Prepared, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     return v_new, p.decay[..., None] * S + p.kg.transpose(-1, -2) @ v_new
 
 
-def before_rank(
-    problem: ChunkProblem, t: ChunkTensors, prepared: Sequence[Prepared], v: Tensor, initial: Tensor
-) -> Tensor:
+def before_rank(problem: ChunkProblem, t: ChunkTensors, prepared: list[Prepared], v: Tensor, initial: Tensor) -> Tensor:
     """The initial states, with those that come from the ranks before."""
     packets, known = [], parallel.started_here(problem, t, initial)
     for n in parallel.outgoing(problem, t):

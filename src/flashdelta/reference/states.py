@@ -28,6 +28,7 @@ from .parallel import outgoing
 from .sequences import lengths_of
 
 T = TypeVar("T", bound=Tensors)
+StatesProblem = AttentionProblem | CommitProblem
 
 
 def without_null(problem: Problem, t: T) -> T:
@@ -60,14 +61,14 @@ def gathered(pool: Tensor, index: Tensor, read: Tensor | None = None) -> Tensor:
     return torch.where(read.view(-1, *[1] * (pool.dim() - 1)), pool[slot], 0.0)
 
 
-def from_layout(problem: AttentionProblem | CommitProblem, state: Tensor) -> Tensor:
+def from_layout(problem: StatesProblem, state: Tensor) -> Tensor:
     """States as the caller lays them out, as `[..., K, V]` in the compute dtype."""
     state = state.to(wider(problem.dtype))
     state = state.mT if problem.state_v_first else state
     return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 
 
-def states_out(problem: AttentionProblem | CommitProblem, state: Tensor, dtype: torch.dtype) -> Tensor:
+def states_out(problem: StatesProblem, state: Tensor, dtype: torch.dtype) -> Tensor:
     """A state `[..., K, V]` in the caller's layout and `dtype`, in memory of its own."""
     state = state.mT if problem.state_v_first else state
     return state.to(dtype, copy=True).contiguous()
@@ -87,9 +88,7 @@ def named_slots(index: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
     return index.long().clamp(0, max(slots - 1, 0)), (index >= 0) & (index < slots)
 
 
-def store(
-    problem: AttentionProblem | CommitProblem, pool: Tensor, index: Tensor, stored: Tensor, states: Tensor
-) -> None:
+def store(problem: StatesProblem, pool: Tensor, index: Tensor, stored: Tensor, states: Tensor) -> None:
     """Writes the states `[M, HV, K, V]` in the caller's layout and dtype to `pool[index]` where `stored`."""
     store_rows(pool, index, stored, states_out(problem, states, pool.dtype))
 
