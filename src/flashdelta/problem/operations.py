@@ -541,7 +541,8 @@ def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem
     `w [B, H, Nc, C, K]`."""
     q = tensors["q"]
     settings = dict(scale=scale_of(c, q), gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=q.shape[1])
-    t = ChunkTensors(**{name: x.flatten(0, 1).unsqueeze(2) for name, x in tensors.items()})
+    by_row = {name: x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for name, x in tensors.items()}
+    t = ChunkTensors(**by_row)
     return problem_of(ChunkProblem, t, operation="prefill", state_v_first=True, split=1, **settings), t
 
 

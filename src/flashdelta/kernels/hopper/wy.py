@@ -104,11 +104,9 @@ def wy_kernel(
     `grad_G`, and `g_d` is that of g.
     """
     SUMMED: gl.constexpr = GATE == "cumulative" or GATE == "cumulative_log2"
-    key_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
-    value_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, V // 2, 16]
-    )
-    square_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
+    key_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])  # version, warps, instruction
+    value_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, V // 2, 16])
+    square_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=key_l, k_width=2)
     # sums over the columns that a thread has
     partials_l: gl.constexpr = gl.DistributedLinearLayout(
@@ -392,12 +390,8 @@ def _wy(problem: ChunkProblem, x: WyOperands, own: dict[str, Any], persistent: b
     if persistent:
         own |= {name: by_token(own[name]) for name in ("grad_q", "grad_k", "grad_G")} | {"g_d": by_token(x.g)}
         x = described(x)
-    return Launch(
-        wy_kernel,
-        min(tiles, sm_count(x.beta.device)) if persistent else tiles,
-        *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}),
-        num_warps=8,
-    )
+    ctas = min(tiles, sm_count(x.beta.device)) if persistent else tiles
+    return Launch(wy_kernel, ctas, *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}), num_warps=8)
 
 
 def strides_of(x: WyOperands) -> dict[str, int]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
@@ -27,7 +26,7 @@ from ..shared.scalars import SCALARS
 from ..shared.segments import place_segment, segment_of
 from ..shared.sequences import crossing_packet, own_work_tile
 from ..shared.states import load_state, state_offsets, store_state
-from ..stages.backward_pass import Kept, Scanned, reverse_arguments
+from ..stages.backward_pass import ReverseScan
 from ..stages.launch import launch, precision
 from .recurrence import recurrence_config
 
@@ -124,21 +123,11 @@ def reverse_kernel(
             store_state(packet, place * HV * K * V + in_slot, grad, crosses.to(tl.int32))
 
 
-def reverse(
-    problem: ChunkProblem,
-    t: ChunkTensors,
-    arch: int,
-    kept: Kept,
-    scanned: Scanned | None,
-    dht: Tensor | None,
-    dh0: Tensor | None,
-    packet: Tensor | None,
-) -> Launch:
-    """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
+def reverse(problem: ChunkProblem, t: ChunkTensors, arch: int, scan: ReverseScan) -> Launch:
     c = recurrence_config(problem, arch)
-    own = reverse_arguments(problem, t, kept, scanned, dht, dh0, packet)
+    own = scan.arguments(problem, t)
     ends = own["ends"]
-    tiles = {x: kept.workspace.get(x) for x in ("w", "qg", "kg", "Aqk", "decay")}
+    tiles = {x: scan.kept.workspace.get(x) for x in ("w", "qg", "kg", "Aqk", "decay")}
     own = dict(**own, **tiles, PRECISION=precision(problem))
     ctas = (problem.N if ends is None else ends.shape[0]) * problem.HV * (problem.V // c.BV)
     return launch(reverse_kernel, ctas, problem, t, own, c)
