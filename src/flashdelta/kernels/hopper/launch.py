@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,9 +114,7 @@ def stride_div8(name: str, x: Tensor, axis: int) -> int:
     return stride if name == "beta" else stride // 8
 
 
-def bind_div8(
-    kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]
-) -> tuple[tuple, dict[str, Any]]:
+def bind_div8(kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]) -> tuple[tuple, dict]:
     """`stages/launch.py: bind`, with strides as the kernels over chunks take them."""
     return portable.bind(kernel, problem, t, own, stride_div8)
 

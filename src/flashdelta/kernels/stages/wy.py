@@ -55,15 +55,10 @@ class Parts:
     grad_Aqk: Tensor
 
     @classmethod
-    def allocate(
-        cls, problem: ChunkProblem, memory: Slots, squares: tuple[int, ...], squares_dtype: torch.dtype
-    ) -> Parts:
+    def allocate(cls, problem: ChunkProblem, memory: Slots, squares: tuple[int, ...], dtype: torch.dtype) -> Parts:
         tokens = (problem.B, problem.T, problem.HV)
-        wide = [*[(*tokens, problem.K)] * 3, tokens]
-        return cls(
-            *(memory.new(shape, torch.float32) for shape in wide),
-            *(memory.new(squares, squares_dtype) for _ in range(2)),
-        )
+        wide = [(shape, torch.float32) for shape in (*[(*tokens, problem.K)] * 3, tokens)]
+        return cls(*(memory.new(*kind) for kind in (*wide, *[(squares, dtype)] * 2)))
 
     def arguments(self) -> dict[str, Any]:
         """Under the kernels' names."""

@@ -51,9 +51,9 @@ def reverse_kernel(
     """
     if first_segment is None:
         slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
-        chunk_slot = n * chunk_slots
+        slot = n * chunk_slots
         if cu_seqlens is not None:
-            chunk_slot = begin // C + n
+            slot = begin // C + n
     else:
         slice_ = tl.program_id(0) % (V // BV)
         head = (tl.program_id(0) // (V // BV) % HV).to(tl.int64)
@@ -63,13 +63,11 @@ def reverse_kernel(
             exists &= part > 0
         if not exists:
             return
-        batch, begin, end, chunk_slot, _, first, stop = place_segment(
-            n, part, parts, cu_seqlens, None, 0, chunk_slots, T, C
-        )
+        batch, begin, end, slot, _, first, stop = place_segment(n, part, parts, cu_seqlens, None, 0, chunk_slots, T, C)
         last = part + 1 == parts
         end = tl.where(last, end, begin + stop * C)
         begin += first * C
-        chunk_slot += first
+        slot += first
     chunks = ((end - begin + C - 1) // C).to(tl.int32)
     dtype = w.dtype.element_ty
     row = tl.arange(0, C)
@@ -91,7 +89,7 @@ def reverse_kernel(
     grad_o += batch * o_batch + head * o_head
     for step in tl.range(0, chunks, num_stages=STAGES):
         i = chunks - 1 - step
-        chunk = (chunk_slot + i) * HV + head
+        chunk = (slot + i) * HV + head
         token = begin + i * C + row
         valid = (token < end)[:, None]
         if grad_h is not None:

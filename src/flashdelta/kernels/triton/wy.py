@@ -54,9 +54,8 @@ def load_decays(g, dt_bias, g_token, column, row, valid, count, head, rate, lowe
         first = tl.load(g + row[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         second = tl.load(g + (tl.minimum(count, row.shape[0]) - 1) * g_token + column).to(tl.float32)
     else:
-        _, first, second = chunk_decays(
-            g, dt_bias, row[:, None] * g_token, column, valid, head, rate, lower_bound, K, GATE
-        )
+        in_g = row[:, None] * g_token
+        _, first, second = chunk_decays(g, dt_bias, in_g, column, valid, head, rate, lower_bound, K, GATE)
     return first, second
 
 
