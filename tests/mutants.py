@@ -157,7 +157,7 @@ MUTANTS: list[Row] = [
     ("problem/arguments.py", "if self.fits(each.split(), x.shape):", "if self.fits(each.split(), x.shape) or True:",
      "unit/test_bad_input.py"),
     ("problem/arguments.py", "if stride < span:", "if False:", "unit/test_bad_input.py"),
-    ("problem/operations.py", "if first < end and begin < last and", "if False and",
+    ("problem/operations.py", "if places[other][0] < places[name][1] and", "if False and",
      "unit/test_bad_input.py"),
     ("problem/arguments.py", "getattr(self, name) is None or getattr(self, other) is None", "True",
      "unit/test_bad_input.py"),

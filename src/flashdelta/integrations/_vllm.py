@@ -315,12 +315,12 @@ def null_step(
     H: int,
     K: int,
     W: int,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple,
     spec: int,
-    bound: float | None,
+    bound: Any,
     device: torch.device,
     sequences: int = 1,
-    window: tuple[int, int] | None = None,
+    window: Any = (),
 ) -> Arguments:
     """A step as Kimi-K3 calls for it, of null sequences: rows are those of its projection, `window` the shape of a slot's."""
     (x, _, state), C, rows = dtypes, 3 * H * K, sequences * (1 + spec)

@@ -152,18 +152,11 @@ class KimiDeltaAttention(nn.Module):
         flags = {"conv_bias": conv_bias, "allow_neg_eigval": allow_neg_eigval, "output_gate_bias": output_gate_bias}
         for name, value in flags.items():
             flag(name, value)
-        self.hidden_size = hidden_size
-        self.num_heads = num_heads
-        self.num_v_heads = num_v_heads
-        self.head_dim = head_dim
-        self.head_v_dim = head_v_dim
-        self.conv_size = conv_size
-        self.gate = gate
+        self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
+        self.head_dim, self.head_v_dim, self.conv_size = head_dim, head_v_dim, conv_size
         self.lower_bound = LOWEST_BOUND if read and lower_bound is None else lower_bound
-        self.allow_neg_eigval = allow_neg_eigval
-        self.norm_eps = norm_eps
-        self.chunk_size = chunk_size
-        self.backend = backend
+        self.gate, self.allow_neg_eigval, self.norm_eps = gate, allow_neg_eigval, norm_eps
+        self.chunk_size, self.backend = chunk_size, backend
 
         key_dim, value_dim = num_heads * head_dim, num_v_heads * head_v_dim
         self.conv_channels = (key_dim, key_dim, value_dim)
