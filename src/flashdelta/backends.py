@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -353,5 +354,6 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
         if obstacle:
             raise wrong("backend", repr(name), f"one that can run this call ({name}: {obstacle})")
         return backend
-    able = [b for b in BACKENDS if b.obstacle(problem, device) is None]
-    return next((b for b in able if b.drawback(problem, device) is None), able[0])
+    able = (b for b in BACKENDS if b.obstacle(problem, device) is None)
+    first = next(able)
+    return next((b for b in itertools.chain((first,), able) if b.drawback(problem, device) is None), first)

@@ -139,8 +139,11 @@ class Arguments:
     """
 
     def __init__(self, given: Mapping[str, Any], called: Mapping[str, str], dry: bool = False):
-        for name, value in given.items():  # PyTorch 2.11 does not trace an update of `vars`
-            setattr(self, name, value)
+        if not torch.compiler.is_compiling():
+            vars(self).update(given)
+        else:  # PyTorch 2.11 does not trace an update of `vars`
+            for name, value in given.items():
+                setattr(self, name, value)
         self.given, self.called = given, called
         """All arguments as they came, and the caller's names of roles, where they differ."""
         self.read: Callable[[Tensor], Tensor] = (lambda x: x) if dry else resolved

@@ -38,12 +38,7 @@ class SplitCosts:
 
 
 def parts_of_sequences(
-    chunks: Tensor,
-    room: int,
-    costs: SplitCosts,
-    split: int = AUTO,
-    batch_invariant: bool = False,
-    together: int | None = None,
+    chunks: Tensor, room: int, costs: SplitCosts, split: int = AUTO, batch_invariant: bool = False
 ) -> Tensor:
     """How many segments each sequence is cut into, `[N]`, at least 1.
 
@@ -53,11 +48,11 @@ def parts_of_sequences(
         costs: of the kernels that will run.
         split: `AUTO`, or the number of segments of every sequence that has as many chunks.
         batch_invariant: a sequence's parts depend on its own chunks alone. Otherwise sequences share the room by their chunks.
-        together: chunks of the whole batch, if `chunks` has some of its sequences only.
+
     """
     if split != AUTO:
         return chunks.clamp(1, split)
-    total = chunks if batch_invariant else chunks.sum() if together is None else torch.tensor(together)
+    total = chunks if batch_invariant else chunks.sum()
     return torch.as_tensor(parts_that_pay(chunks, total, room, costs))
 
 

@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
     kernel: CompiledKernel | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Launch:
     """One kernel launch, of tensors in slots; to be prepared for a plan, or compiled for any GPU (`tools/compile.py`).
 

@@ -27,7 +27,7 @@ SLOT = 1 << 44
 """Bytes from slot to slot in the addresses of their tensors: no GPU has as many."""
 
 with torch.inference_mode():  # views of others count their versions, which takes as long again
-    _slots = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
+    _typed_slots = functools.cache(torch.empty(1 << 62, dtype=torch.uint8, device="meta").view)
 
 
 @functools.lru_cache(4096)  # calls that differ in their lengths have parameters, pools and indices in the same places
@@ -37,7 +37,7 @@ def tensor_at(address: int, shape: Shape, dtype: torch.dtype, strides: Shape | N
         count, strides = 1, ()
         for n in reversed(shape):
             count, strides = count * max(n, 1), (count, *strides)
-    return _slots.view(dtype).as_strided(shape, strides, address // dtype.itemsize)
+    return _typed_slots(dtype).as_strided(shape, strides, address // dtype.itemsize)
 
 
 class Slots:
