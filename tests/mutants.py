@@ -146,7 +146,7 @@ MUTANTS = {
         ("problem/arguments.py", "if x.device != self.device:", "if False:"),
         ("problem/arguments.py", "if self.fits(each.split(), x.shape)", "if True"),
         ("problem/arguments.py", "if stride < span:", "if False:"),
-        ("problem/operations.py", "if first < end and begin < last and", "if False and"),
+        ("problem/operations.py", "if places[other][0] < places[name][1] and", "if False and"),
         ("problem/arguments.py", "getattr(self, name) is None or getattr(self, other) is None", "True"),
         ("problem/operations.py", "if not required:", "if True:"),
         ("problem/operations.py", "LOWEST_BOUND <= value < 0", "LOWEST_BOUND <= value <= 0"),

@@ -10,13 +10,7 @@ from ..runtime.call import Dispatcher
 
 
 def gated_rms_norm(
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    *,
-    eps: float = 1e-5,
-    activation: NormGate = "sigmoid",
-    backend: str = "auto",
+    x: Tensor, z: Tensor, weight: Tensor, *, eps: float = 1e-5, activation: NormGate = "sigmoid", backend: str = "auto"
 ) -> Tensor:
     r"""RMS norm of rows, times a gate: what follows attention in the layer (Kimi Linear, arXiv 2510.26692,
     section 4).

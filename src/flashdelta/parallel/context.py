@@ -91,7 +91,7 @@ class ContextParallel:
         if self.cu_seqlens is not None and (x.shape[0] != 1 or self.tokens not in (None, x.shape[1])):
             wanted = f"[{', '.join(['1', 'T', *map(str, x.shape[2:])])}]"
             if self.tokens is not None:
-                wanted += f" with the context's T = {self.tokens} tokens a rank"
+                wanted += f" with the context's T = {self.tokens} tokens per rank"
             raise wrong(name, f"shape {list(x.shape)}", wanted)
 
     def update_(self, cu_seqlens: Tensor) -> None:
@@ -121,10 +121,8 @@ class ContextParallel:
                 found = counts(on_host, self.ranks, self.tokens).tolist()
                 for r, (n, most) in enumerate(zip(found, self.capacity)):
                     if n > most:
-                        wanted = (
-                            f"of at most {most} sequences per rank, as context_parallel left room for (max_sequences)"
-                        )
-                        raise wrong("cu_seqlens", f"{n} sequences on rank {r}", wanted)
+                        room = f"{most} sequences per rank, as context_parallel left room for (max_sequences)"
+                        raise wrong("cu_seqlens", f"{n} sequences on rank {r}", f"of at most {room}")
             local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
         check_on_all_ranks(self, "update_", "cu_seqlens", border)
         self.cu_seqlens.copy_(local, non_blocking=True)
@@ -207,14 +205,12 @@ def context_parallel(
                 positive(option, value, "an int or None")
         total = check_values(offsets)
         if total % ranks != 0:
-            raise wrong(
-                "cu_seqlens", f"{total} tokens", f"of a multiple of the {ranks} ranks' tokens (each has as many)"
-            )
+            multiple = f"of a multiple of the {ranks} ranks' tokens (each has as many)"
+            raise wrong("cu_seqlens", f"{total} tokens", multiple)
         tokens = total // ranks
         if tokens > MOST_TOKENS:
-            raise wrong(
-                "cu_seqlens", f"{tokens} tokens a rank", f"of at most {MOST_TOKENS} tokens per rank (offsets are int32)"
-            )
+            wanted = f"of at most {MOST_TOKENS} tokens per rank (offsets are int32)"
+            raise wrong("cu_seqlens", f"{tokens} tokens per rank", wanted)
         capacity = counts(offsets, ranks, tokens).tolist()
         if max_sequences is not None:
             if max(capacity) > max_sequences:
@@ -272,14 +268,9 @@ FOREIGN = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
 """Attributes of FLA's context, which stands for one of ours."""
 
 
-ARGUMENTS = ("cp_context", "group")
-
-
-def context_of(
-    cp_context: Any, group: Any, device: torch.device, arguments: tuple[str, str] = ARGUMENTS
-) -> ContextParallel:
+def context_of(cp_context: Any, group: Any, device: torch.device, *arguments: str) -> ContextParallel:
     """The context of a call that names a context or a group, by the caller's `arguments` for them."""
-    argument, of_group = arguments
+    argument, of_group = arguments or ("cp_context", "group")
     if cp_context is None and group is not None:
         name, rank, ranks = members(group, of_group)
         return _of_rows(group, name, rank, ranks, device)
@@ -307,9 +298,7 @@ def has_context(c: Any) -> bool:
     return c.cp_context is not None or c.group is not None
 
 
-def context_in_call(
-    cp_context: Any, group: Any, cu_seqlens: Tensor | None, q: Tensor
-) -> tuple[ContextParallel, Tensor | None, Tensor | None]:
+def context_in_call(cp_context: Any, group: Any, cu_seqlens: Tensor | None, q: Tensor) -> tuple[Any, Any, Any]:
     """Returns, for a call that names ranks, its context, the rank's offsets, and the border (None where there is one rank)."""
     context = context_of(cp_context, group, q.device)
     if context.device != q.device:

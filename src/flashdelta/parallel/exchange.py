@@ -158,6 +158,9 @@ MOST_PLACES = 64
 """Whose views are kept: a place for each size of packets and each turn."""
 
 
+Ranks = Sequence[int]
+
+
 class _Place(NamedTuple):
     """Packets of one exchange, as bytes: this rank's on every rank, and here those of the ranks before and after."""
 
@@ -237,9 +240,7 @@ class SharedMemory:
             self.unread = []
             self._put(packet, place, channel, receivers, self.others)
 
-    def _put(
-        self, packet: Tensor, place: _Place, channel: int, receivers: Sequence[int], signalled: Sequence[int]
-    ) -> None:
+    def _put(self, packet: Tensor, place: _Place, channel: int, receivers: Ranks, signalled: Ranks) -> None:
         for peer in signalled:
             if peer in receivers:
                 place.own[peer].copy_(packet)
@@ -323,9 +324,8 @@ class SharedMemory:
         group, nbytes = self.group(), (TURNS + 1) * self.ranks * room
         with torch.inference_mode(False):  # calls with gradients take them, too
             own, memory = _opened(group, nbytes, self.device)
-            buffers = [
-                own if r == self.rank else memory.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.ranks)
-            ]
+            buffers = [memory.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.ranks)]
+            buffers[self.rank] = own
         if self.room > 0:
             self.outgrown.append((self.memory, self.buffers))
         self.memory, self.buffers, self.room, self.unread = memory, buffers, room, []

@@ -14,6 +14,7 @@ and never waits for one.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..problem.problem import CommitProblem, CommitTensors, StepProblem, StepTensors, record_counts
 from .gate import elementwise_inputs
@@ -21,7 +22,7 @@ from .sequences import few_tokens, offsets_of
 from .states import from_layout, gathered, named_slots, states_in, states_out, store, store_rows
 
 
-def decode_kda(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def decode_kda(problem: StepProblem, t: StepTensors) -> tuple[Tensor, Tensor | None, None]:
     """`(o [B, T, HV, V], final_state or None, None)`; states go to the pool or to `intermediate_states`."""
     q, k, v, g, beta = (x.flatten(0, 1) for x in elementwise_inputs(problem, t))  # [B * T, ...]
     decay = g.exp()
@@ -56,7 +57,7 @@ def decode_kda(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torc
     return _by_token(problem, t, begins, lengths, outputs).to(problem.output_dtype), final, None
 
 
-def _starts(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _starts(problem: StepProblem, t: StepTensors) -> tuple[Tensor, Tensor, Tensor]:
     """The states `[N, HV, K, V]` where sequences start, whether there is one `[N]`, and the index `[N]` it was read at."""
     live = torch.ones(problem.N, dtype=torch.bool, device=t.v.device)
     if t.source_pool is None and t.state_indices is None:
@@ -75,15 +76,13 @@ def _starts(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torch.T
     return from_layout(problem, gathered(pool, index, live)), live, index
 
 
-def record_parts(problem: StepProblem | CommitProblem, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def record_parts(problem: StepProblem | CommitProblem, records: Tensor) -> tuple[Tensor, ...]:
     """`exp(g)`, `k` and `v_new` of replay records `[.., record_width]`, as views."""
     sizes = [problem.K, problem.K, problem.V]
     return records[..., : sum(sizes)].split(sizes, dim=-1)
 
 
-def _by_token(
-    problem: StepProblem, t: StepTensors, begins: torch.Tensor, lengths: torch.Tensor, outputs: list[torch.Tensor]
-) -> torch.Tensor:
+def _by_token(problem: StepProblem, t: StepTensors, begins: Tensor, lengths: Tensor, outputs: list[Tensor]) -> Tensor:
     """`o [B, T, HV, V]` from the outputs of the sequences' first, second, ... tokens; zeros for tokens of none."""
     if not outputs:
         return torch.zeros(t.v.shape, dtype=torch.float32, device=t.v.device)
@@ -95,7 +94,7 @@ def _by_token(
     return torch.where(covered[:, None, None], o, 0.0).view(t.v.shape)
 
 
-def commit(problem: CommitProblem, t: CommitTensors) -> dict[str, torch.Tensor]:
+def commit(problem: CommitProblem, t: CommitTensors) -> dict[str, Tensor]:
     """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state. Of a replay
     buffer that is the slot's state after the first `accepted_n` tokens recorded in the row, which is empty then."""
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()

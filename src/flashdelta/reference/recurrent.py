@@ -11,6 +11,7 @@ measured against. Runs on any device, never waits for one, and is differentiable
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..problem.problem import StepProblem, StepTensors
 from .gate import elementwise_inputs
@@ -18,7 +19,7 @@ from .sequences import token_sequences
 from .states import states_in, states_out, store_final
 
 
-def recurrent_kda(problem: StepProblem, t: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def recurrent_kda(problem: StepProblem, t: StepTensors) -> tuple[Tensor, Tensor | None, None]:
     """`(o [B, T, HV, V], final_state or None, None)`. With a pool, the final states go there."""
     q, k, v, g, beta = elementwise_inputs(problem, t)
     decay = g.exp()

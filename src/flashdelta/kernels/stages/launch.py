@@ -81,6 +81,9 @@ FIELDS = {
 
 AXES = {"batch": 0, "token": 1, "head": 2}
 
+Own = Mapping[str, object]
+"""Arguments under the kernel's names."""
+
 
 @functools.cache
 def parameters(kernel: Callable[..., object]) -> tuple[tuple[str, bool, str, int, str], ...]:
@@ -99,11 +102,7 @@ def plain_stride(name: str, x: Tensor, axis: int) -> int:
 
 
 def bind(
-    kernel: JITFunction,
-    problem: Problem,
-    t: Tensors,
-    own: Mapping[str, object],
-    stride: Callable[[str, Tensor, int], int] = plain_stride,
+    kernel: JITFunction, problem: Problem, t: Tensors, own: Own, stride: Callable[..., int] = plain_stride
 ) -> tuple[tuple, dict[str, Any]]:
     """The run-time and compile-time arguments of a kernel, in its order. A parameter takes what `own` has of its name, else the
     call's tensor of that name, else the field of its problem. `x_batch`, `x_token` and `x_head` are the strides of `x`, 0 of
@@ -136,13 +135,7 @@ def bind(
 
 
 def launch(
-    kernel: JITFunction,
-    ctas: int,
-    problem: Problem,
-    t: Tensors,
-    own: Mapping[str, object],
-    config: Any = SMALL,
-    overlaps: bool = False,
+    kernel: JITFunction, ctas: int, problem: Problem, t: Tensors, own: Own, config: Any = SMALL, overlaps: bool = False
 ) -> Launch:
     """A launch with the arguments that `bind` finds, of which `config` has those that `own` has not. Kernels ask by `OVERLAP`
     whether it overlaps the one before."""

@@ -37,13 +37,9 @@ def examine(device: torch.device, progress: bool = True) -> dict:
         call = make_call(TYPICAL, BF16, device)
         explanation = flashdelta.explain(flashdelta.chunk_kda, **call)
         verdicts = [{"name": x.pop("backend"), **x} for x in map(asdict, explanation.verdicts)]
-        return {
-            "environment": environment(device),
-            "FLASHDELTA_CHECK": device_checks.ENABLED,
-            "backends": {"chosen": explanation.chosen, "verdicts": verdicts},
-            "self_check": self_check(call),
-            "integrations": integrated(say),
-        }
+        found = {"environment": environment(device), "FLASHDELTA_CHECK": device_checks.ENABLED}
+        found["backends"] = {"chosen": explanation.chosen, "verdicts": verdicts}
+        return found | {"self_check": self_check(call), "integrations": integrated(say)}
 
 
 @contextmanager

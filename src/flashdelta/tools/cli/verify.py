@@ -58,13 +58,10 @@ def run_verify(
             bar.advance(task)
     ran = [row for row in rows if row["status"] != "not supported"]
     checked = [name for name in names if any(row["backend"] == name for row in ran)]
-    return {
-        "environment": environment(device),
-        "rows": rows,
-        "checked": checked,
-        "not_checked": [name for name in names if name not in checked],
-        "passed": bool(ran) and all(row["status"] == "passed" for row in ran),
-    }
+    unchecked = [name for name in names if name not in checked]
+    passed = bool(ran) and all(row["status"] == "passed" for row in ran)
+    found = {"rows": rows, "checked": checked, "not_checked": unchecked, "passed": passed}
+    return {"environment": environment(device), **found}
 
 
 def _rows(case: Case, dtype: torch.dtype, device: torch.device, names: Sequence[str]) -> list[dict]:
@@ -81,9 +78,7 @@ def _rows(case: Case, dtype: torch.dtype, device: torch.device, names: Sequence[
     return rows
 
 
-def outcome(
-    case: Case, op: Callable[..., tuple], call: dict, backend: str, want: Sequence[Tensor], tolerance: float
-) -> dict:
+def outcome(case: Case, op: Callable, call: dict, backend: str, want: Sequence[Tensor], tolerance: float) -> dict:
     """A call's status (`"passed"`, `"wrong"`, `"NaN"`, `"raised"` or `"not supported"`), what went wrong, and errors."""
     none = {"error_o": None, "error_state": None}
     if backend != "auto":
