@@ -104,7 +104,7 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
             "tokens/s, 32 drafting requests": functools.partial(drafting, "rate"),
             "count of accepted tokens per draft": functools.partial(drafting, "accepted"),
         }
-    found = {
+    found: dict[str, Callable[[], float]] = {
         **{f"first token of {n}": functools.partial(first_token, n) for n in PROMPTS[:2]},
         **{f"step of {batch}": functools.partial(step, batch) for batch in BATCHES},
         "count of Python calls in a step of 32": functools.partial(calls, 32),
