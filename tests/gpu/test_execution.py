@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -279,18 +278,6 @@ def test_a_hundred_calls_give_the_same_bits(kind: Kind, backend: str):
                     noise.clone()
         assert_same_bits(kind.run(call), want)
     torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("tokens", (KIMI.T, KIMI.T - 64), ids=("repeated", "first"))
-def test_a_new_thread_needs_no_cuda_call_of_its_own(tokens: int, backend: str):
-    """All its memory comes from PyTorch's cache."""
-    call = gpu_call(fd.chunk_kda, KIMI, BF16, backend)
-    for _ in range(CALLS_TO_A_REPLAY):
-        fd.chunk_kda(**call)
-    call |= {name: call[name][:, :tokens] for name in ("q", "k", "v", "g", "beta")}
-    with ThreadPoolExecutor(1) as executor:
-        results = executor.submit(fd.chunk_kda, **call).result()
-    assert_same_bits(results, fd.chunk_kda(**call))
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------

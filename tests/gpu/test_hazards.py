@@ -71,12 +71,6 @@ def memcheck(*arguments: str) -> subprocess.CompletedProcess:
     return sanitized("memcheck", flags, *arguments)
 
 
-def assert_memcheck_finds_nothing(*arguments: str) -> None:
-    done = memcheck(*arguments)
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
-    assert "ERROR SUMMARY: 0 errors" in done.stdout
-
-
 def race_errors(report: str) -> list[str]:
     """The hazards of the level ERROR, but for those of one kind. Warnings do not count: waits on mbarriers, which order the
     copies of TMA, are not all understood as such. Nor do hazards whose every access is at a kernel's first line or at its
@@ -105,7 +99,9 @@ def _hands_over(file: str, line: str) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("parts", PARTS)
 def test_memcheck_finds_nothing(backend: str, parts: str):
-    assert_memcheck_finds_nothing("-m", "tests.gpu.sanitized", backend, *parts.split())
+    done = memcheck("-m", "tests.gpu.sanitized", backend, *parts.split())
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
 
 
 def test_memcheck_would_find_a_read_past_the_end(tmp_path: Path):

@@ -214,22 +214,14 @@ LAYOUTS = {
 TOKEN_TENSORS = ("q", "k", "v", "g", "beta")
 
 
-def narrow(call: dict, start: int, stop: int) -> dict:
-    """The call on tokens `[start, stop)` of every batch row, without a packed layout or a state."""
-    dropped = ("cu_seqlens", "cu_seqlens_cpu", "initial_state", "out")
-    kept = {name: x for name, x in call.items() if name not in dropped}
-    return kept | {name: call[name][:, start:stop] for name in TOKEN_TENSORS}
-
-
 def sequence_calls(call: dict) -> list[dict]:
     """Every sequence of a packed call as a call of its own, with its initial state."""
-    offsets = call["cu_seqlens"].tolist()
-    calls = []
-    for n, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        alone = narrow(call, start, stop)
+    dropped = ("cu_seqlens", "cu_seqlens_cpu", "initial_state", "out")
+    kept, calls = {name: x for name, x in call.items() if name not in dropped}, []
+    for n, (start, stop) in enumerate(itertools.pairwise(call["cu_seqlens"].tolist())):
+        calls.append(kept | {name: call[name][:, start:stop] for name in TOKEN_TENSORS})
         if call.get("initial_state") is not None:
-            alone["initial_state"] = call["initial_state"][n : n + 1]
-        calls.append(alone)
+            calls[-1]["initial_state"] = call["initial_state"][n : n + 1]
     return calls
 
 
