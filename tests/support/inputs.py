@@ -61,9 +61,9 @@ def packed_offsets(case: Case, device: str | torch.device) -> dict[str, Tensor]:
 
 def settings(case: Case) -> dict:
     """The arguments that are no tensors."""
-    asked = verified.settings(case) | ({} if case.scale is None else {"scale": case.scale})
-    own = {"use_qk_l2norm_in_kernel": case.l2norm, "output_final_state": case.final}
-    return asked | own | {"return_intermediate_states": case.h}
+    own = {"use_qk_l2norm_in_kernel": case.l2norm, "return_intermediate_states": case.h}
+    own |= {"output_final_state": case.final} | ({} if case.scale is None else {"scale": case.scale})
+    return verified.settings(case) | own
 
 
 def log_decays(source: Source, case: Case) -> Tensor:
