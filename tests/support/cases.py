@@ -13,7 +13,7 @@ import torch
 
 from flashdelta.problem.problem import PLAIN_GATES
 from flashdelta.tools import cases as verified
-from flashdelta.tools.cases import BF16, FP32
+from flashdelta.tools.cases import BF16, FP16, FP32  # noqa: F401
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,9 +61,9 @@ def packed_offsets(case: Case, device: str | torch.device) -> dict[str, Tensor]:
 
 def settings(case: Case) -> dict:
     """The arguments that are no tensors."""
-    asked = verified.settings(case) | ({} if case.scale is None else {"scale": case.scale})
-    own = {"use_qk_l2norm_in_kernel": case.l2norm, "output_final_state": case.final}
-    return asked | own | {"return_intermediate_states": case.h}
+    own = {"use_qk_l2norm_in_kernel": case.l2norm, "return_intermediate_states": case.h}
+    own |= {"output_final_state": case.final} | ({} if case.scale is None else {"scale": case.scale})
+    return verified.settings(case) | own
 
 
 def log_decays(source: Source, case: Case) -> Tensor:
@@ -214,22 +214,14 @@ LAYOUTS = {
 TOKEN_TENSORS = ("q", "k", "v", "g", "beta")
 
 
-def narrow(call: dict, start: int, stop: int) -> dict:
-    """The call on tokens `[start, stop)` of every batch row, without a packed layout or a state."""
-    dropped = ("cu_seqlens", "cu_seqlens_cpu", "initial_state", "out")
-    kept = {name: x for name, x in call.items() if name not in dropped}
-    return kept | {name: call[name][:, start:stop] for name in TOKEN_TENSORS}
-
-
 def sequence_calls(call: dict) -> list[dict]:
     """Every sequence of a packed call as a call of its own, with its initial state."""
-    offsets = call["cu_seqlens"].tolist()
-    calls = []
-    for n, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        alone = narrow(call, start, stop)
+    dropped = ("cu_seqlens", "cu_seqlens_cpu", "initial_state", "out")
+    kept, calls = {name: x for name, x in call.items() if name not in dropped}, []
+    for n, (start, stop) in enumerate(itertools.pairwise(call["cu_seqlens"].tolist())):
+        calls.append(kept | {name: call[name][:, start:stop] for name in TOKEN_TENSORS})
         if call.get("initial_state") is not None:
-            alone["initial_state"] = call["initial_state"][n : n + 1]
-        calls.append(alone)
+            calls[-1]["initial_state"] = call["initial_state"][n : n + 1]
     return calls
 
 

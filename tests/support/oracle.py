@@ -15,13 +15,12 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.runtime.call import check
-from flashdelta.tools import cases as verified
-from flashdelta.tools.cases import CHUNK_ONLY, as_recurrent, float64, relative_error, truth  # noqa: F401
+from flashdelta.tools.cases import CHUNK_ONLY, TOLERANCE, as_recurrent, float64, relative_error, truth  # noqa: F401
 
 from . import rounding
 from .cases import Case
 
-TOLERANCE = verified.TOLERANCE | {torch.float64: 1e-11}
+TOLERANCE = TOLERANCE | {torch.float64: 1e-11}
 """Relative error that a kernel working in this dtype may have."""
 
 FEW_TOKENS, TOLERANCE_FOR_FEW = 8, 1e-2
