@@ -168,6 +168,39 @@ def test_generation(name: str, prompt: int, ids: Tensor, monkeypatch: pytest.Mon
     hold(functools.partial(generated, ids=ids[:, : prompt + 12], prompt=prompt), MODELS[name], monkeypatch)
 
 
+@torch.no_grad()
+def test_what_transformers_generates_by_beams(reached: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Texts part where two tokens are about as good. So the scores that a text was chosen by are held against those of an exact
+    model for the same text: their errors are not above those of FLA's kernels."""
+    torch.manual_seed(0)
+    model = kimi_model().cuda().eval()
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    cast(model)
+    prompt, new = torch.randint(3, VOCABULARY, (4, 70), device="cuda"), 48
+    options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True, "num_beams": 4}
+    model.generation_config.eos_token_id = None
+
+    def generate() -> tuple[Tensor, Tensor]:
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), output_scores=True, **options)
+        return out.sequences, model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+
+    with pytest.raises(ValueError, match="stateful"):  # transformers takes no assistant for such models
+        model.generate(prompt[:1], prompt_lookup_num_tokens=3, **options | {"num_beams": 1})
+    texts = {"ours": generate()}
+    assert reached
+    _fla.disable()
+    texts["FLA"] = generate()
+    _fla.enable()
+    exactly(monkeypatch)
+    model.float().load_state_dict(weights)
+    rms = {}
+    for name, (text, scores) in texts.items():
+        want = model(input_ids=text).logits[:, 69:-1].log_softmax(-1).gather(2, text[:, 70:, None])[..., 0]
+        rms[name] = float((scores[:, :new].float() - want).square().mean().sqrt())
+    print(rms)
+    assert rms["ours"] <= ALLOWED_OF_FEW * rms["FLA"]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("make", [*MODELS.values()][1:], ids=[*MODELS][1:])
