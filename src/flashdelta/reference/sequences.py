@@ -109,22 +109,8 @@ def chunk_slots(problem: ChunkProblem, t: SequenceTensors) -> ChunkSlots:
     )
 
 
-@dataclass(frozen=True)
-class TokenSequences:
-    """Place of every token of a packed batch: the `sequence [T]` it belongs to, whether it is the `first [T]` of it, whether it
-    belongs to one at all (`valid [T]`), and `ends [T]`: its sequence if it is the last token of it, else `N`."""
-
-    sequence: Tensor
-    first: Tensor
-    valid: Tensor
-    ends: Tensor
-
-
-def token_sequences(problem: SequenceProblem, t: SequenceTensors) -> TokenSequences:
-    cu = offsets_of(problem, t)
-    token = torch.arange(problem.T, device=cu.device)
-    sequence = torch.searchsorted(cu, token, right=True) - 1
-    valid = (sequence >= 0) & (sequence < problem.N)
-    sequence = sequence.clamp(0, max(problem.N - 1, 0))
-    is_last = valid & (cu[(sequence + 1).clamp(max=problem.N)] == token + 1)
-    return TokenSequences(sequence, cu[sequence] == token, valid, torch.where(is_last, sequence, problem.N))
+def in_sequences(problem: SequenceProblem, t: SequenceTensors) -> Tensor:
+    """Says which tokens of a packed batch belong to a sequence, `[T]`."""
+    token = torch.arange(problem.T, device=t.device)
+    sequence = torch.searchsorted(offsets_of(problem, t), token, right=True) - 1
+    return (sequence >= 0) & (sequence < problem.N)
