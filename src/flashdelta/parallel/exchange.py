@@ -29,12 +29,8 @@ def exchange(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL
     bits are the same. All ranks must call this, with as many bytes and in the same order. `to`: of `DIRECTIONS`; packets that
     are not for this rank, its own among them, may be missing then, and none is waited for. Nobody may write to `packet` any
     more: what follows on the stream runs while copies are read from it."""
-    memory, own, found = _putting(name, way, packet.device), as_bytes(packet), as_bytes(packets)
-    if memory is not None:
-        memory.send(own, to)
-        memory.receive(own, found, to)
-    else:
-        gather(own, found, name)
+    send(packet, packets, name, way, to)
+    receive(packet, packets, name, way, to)
 
 
 def send(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:

@@ -96,17 +96,12 @@ def chunk_slots(problem: ChunkProblem, t: SequenceTensors) -> ChunkSlots:
     token = begins[sequence][:, None] + inside
 
     offsets = cuts[:, 1:-1] if t.checkpoint_offsets is None else t.checkpoint_offsets
-    return ChunkSlots(
-        token=token.clamp(0, max(problem.B * problem.T - 1, 0)),
-        valid=(chunk >= 0)[:, None] & (inside < cuts[sequence, span + 1][:, None]),
-        sequence=sequence,
-        first=slot == opening[sequence],
-        opening=opening,
-        chunks=through[:, -1],
-        last=opening + (through[:, -1] - 1).clamp(min=0),
-        reached=opening[:, None] + (through[:, :-1] - 1).clamp(min=0),
-        stored=(offsets > 0) & (offsets == cuts[:, 1:-1]),
-    )
+    valid = (chunk >= 0)[:, None] & (inside < cuts[sequence, span + 1][:, None])
+    places = token.clamp(0, max(problem.B * problem.T - 1, 0)), valid, sequence, slot == opening[sequence]
+    last = opening + (through[:, -1] - 1).clamp(min=0)
+    reached = opening[:, None] + (through[:, :-1] - 1).clamp(min=0)
+    stored = (offsets > 0) & (offsets == cuts[:, 1:-1])
+    return ChunkSlots(*places, opening, through[:, -1], last, reached, stored)
 
 
 def in_sequences(problem: SequenceProblem, t: SequenceTensors) -> Tensor:
