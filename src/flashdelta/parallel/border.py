@@ -63,7 +63,7 @@ def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[
 
 
 def counts(offsets: Tensor, ranks: int, tokens: int) -> Tensor:
-    """How many sequences each rank has, `[ranks]`, of offsets that never fall: as many as `shard` says."""
+    """Counts the sequences of each rank, `[ranks]`, of offsets that never fall: as many as `shard` says."""
     offsets = offsets.long()
     begins, ends = offsets[:-1].contiguous(), offsets[1:].contiguous()
     low = torch.arange(ranks, device=offsets.device) * tokens

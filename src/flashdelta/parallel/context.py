@@ -23,7 +23,7 @@ MOST_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """How the tokens of a call lie over the ranks of `group`: `context_parallel` makes one. Two are equal if a call's launches
+    """Layout of a call's tokens over the ranks of `group`: `context_parallel` makes one. Two are equal if a call's launches
     are the same with them, whatever their offsets.
 
     `cu_seqlens [N + 1]` int32: offsets of this rank's tokens, on the device; None if each batch row is one sequence over all
@@ -40,13 +40,13 @@ class ContextParallel:
     tokens: int | None = None
     conv_size: int | None = None
     exchange: str = "auto"
-    """How states go from rank to rank: `"gather"`, `"put"`, or `"auto"`, which the first exchange decides."""
+    """Way of states from rank to rank: `"gather"`, `"put"`, or `"auto"`, which the first exchange decides."""
     relay: bool = True
-    """Whether the first of two ranks sends the state that its own scan ends with."""
+    """True if the first of two ranks sends the state that its own scan ends with."""
     knows_halo: bool = True
-    """Whether the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
+    """True if the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
     capacity: tuple[int, ...] = ()
-    """How many sequences `cu_seqlens` of each rank has room for."""
+    """Sequences that `cu_seqlens` of each rank has room for."""
     sequences: int = field(default=0, repr=False)
     """Their number over all ranks: as many as the offsets are for."""
     alike: tuple = field(init=False, repr=False)
@@ -73,7 +73,7 @@ class ContextParallel:
         return self.border.device
 
     def check_tokens(self, x: Tensor, name: str = "x") -> None:
-        """That a call's `x [B, T, ...]` has as many tokens as the offsets are for."""
+        """Checks that a call's `x [B, T, ...]` has as many tokens as the offsets are for."""
         if self.cu_seqlens is not None and (x.shape[0] != 1 or self.tokens not in (None, x.shape[1])):
             wanted = f"[{', '.join(['1', 'T', *map(str, x.shape[2:])])}]"
             if self.tokens is not None:
