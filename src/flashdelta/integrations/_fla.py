@@ -356,7 +356,7 @@ def with_default_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 GENERATION = ("fla.models.generation_utils", "fla.models.utils")
-"""Where FLA has its models' `FLAGenerationMixin`: 0.6, and 0.5."""
+"""Modules of FLA with its models' `FLAGenerationMixin`: 0.6, and 0.5."""
 
 
 def installed_obstacle() -> str | None:
@@ -399,7 +399,7 @@ def refuse_generation(module: ModuleType) -> None:
 
 
 TRANSFORMERS = "transformers.integrations.hub_kernels"
-"""Where it chooses between FLA's functions and its own PyTorch code, which it takes for graphs that are exported."""
+"""Module that chooses between FLA's functions and PyTorch code of its own, which it takes for graphs that are exported."""
 
 QUESTION = "is_torchdynamo_exporting"
 

@@ -36,7 +36,7 @@ SAME_OFFSETS = "the same offsets of all ranks' tokens on every rank"
 
 
 def check_call_of_ranks(context: Any, problem: ChunkProblem, backend: str) -> None:
-    """That all ranks of a `ContextParallel` make the same call, by the same backend: not all exchange as much."""
+    """Checks that all ranks of a `ContextParallel` make the same call, by the same backend: not all exchange as much."""
     # of batch rows each rank may have as many tokens as it likes
     described = [getattr(problem, name) for name in ALIKE], problem.packed and problem.T, backend
     check_on_all_ranks(context, described, "cp_context" if problem.packed else "group")

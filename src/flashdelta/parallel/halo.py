@@ -78,7 +78,7 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
 
 
 def _visible(border: Tensor, width: int) -> Tensor:
-    """Which of the tokens before belong to the sequence, `[1, width, 1]`."""
+    """Says which of the tokens before belong to the sequence, `[1, width, 1]`."""
     return (torch.arange(width, 0, -1, device=border.device) <= border[HALO])[None, :, None]
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem.problem import L2_EPS, AttentionProblem, AttentionTensors, wider
-from .sequences import token_sequences
+from .sequences import in_sequences
 
 
 def log_decay(problem: AttentionProblem, t: AttentionTensors) -> Tensor:
@@ -54,7 +54,7 @@ def without_strays(problem: AttentionProblem, t: AttentionTensors) -> AttentionT
     parameters: zero times NaN is NaN."""
     if not problem.packed:
         return t
-    valid = token_sequences(problem, t).valid[None, :, None]
+    valid = in_sequences(problem, t)[None, :, None]
     wide = {role: torch.where(valid[..., None], getattr(t, role), 0) for role in ("q", "k", "v", "g")}
     return replace(t, **wide, beta=torch.where(valid, t.beta, 0))
 

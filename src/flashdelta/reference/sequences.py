@@ -96,35 +96,16 @@ def chunk_slots(problem: ChunkProblem, t: SequenceTensors) -> ChunkSlots:
     token = begins[sequence][:, None] + inside
 
     offsets = cuts[:, 1:-1] if t.checkpoint_offsets is None else t.checkpoint_offsets
-    return ChunkSlots(
-        token=token.clamp(0, max(problem.B * problem.T - 1, 0)),
-        valid=(chunk >= 0)[:, None] & (inside < cuts[sequence, span + 1][:, None]),
-        sequence=sequence,
-        first=slot == opening[sequence],
-        opening=opening,
-        chunks=through[:, -1],
-        last=opening + (through[:, -1] - 1).clamp(min=0),
-        reached=opening[:, None] + (through[:, :-1] - 1).clamp(min=0),
-        stored=(offsets > 0) & (offsets == cuts[:, 1:-1]),
-    )
+    valid = (chunk >= 0)[:, None] & (inside < cuts[sequence, span + 1][:, None])
+    places = token.clamp(0, max(problem.B * problem.T - 1, 0)), valid, sequence, slot == opening[sequence]
+    last = opening + (through[:, -1] - 1).clamp(min=0)
+    reached = opening[:, None] + (through[:, :-1] - 1).clamp(min=0)
+    stored = (offsets > 0) & (offsets == cuts[:, 1:-1])
+    return ChunkSlots(*places, opening, through[:, -1], last, reached, stored)
 
 
-@dataclass(frozen=True)
-class TokenSequences:
-    """Place of every token of a packed batch: the `sequence [T]` it belongs to, whether it is the `first [T]` of it, whether it
-    belongs to one at all (`valid [T]`), and `ends [T]`: its sequence if it is the last token of it, else `N`."""
-
-    sequence: Tensor
-    first: Tensor
-    valid: Tensor
-    ends: Tensor
-
-
-def token_sequences(problem: SequenceProblem, t: SequenceTensors) -> TokenSequences:
-    cu = offsets_of(problem, t)
-    token = torch.arange(problem.T, device=cu.device)
-    sequence = torch.searchsorted(cu, token, right=True) - 1
-    valid = (sequence >= 0) & (sequence < problem.N)
-    sequence = sequence.clamp(0, max(problem.N - 1, 0))
-    is_last = valid & (cu[(sequence + 1).clamp(max=problem.N)] == token + 1)
-    return TokenSequences(sequence, cu[sequence] == token, valid, torch.where(is_last, sequence, problem.N))
+def in_sequences(problem: SequenceProblem, t: SequenceTensors) -> Tensor:
+    """Says which tokens of a packed batch belong to a sequence, `[T]`."""
+    token = torch.arange(problem.T, device=t.device)
+    sequence = torch.searchsorted(offsets_of(problem, t), token, right=True) - 1
+    return (sequence >= 0) & (sequence < problem.N)

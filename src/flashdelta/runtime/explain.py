@@ -1,4 +1,4 @@
-"""Which backend would run a call, and why."""
+"""Explains which backend would run a call, and why."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ DRAFTED = {
     "decode": ("", "slots", "slots counted", "states", "states by row", "records", "records by row"),
     "fused_decode": ("", "slots", "records"),
 }
-"""Where the states of tokens go that may be rejected; nowhere in plain steps."""
+"""Places of the states of tokens that may be rejected; none in plain steps."""
 
 make = functools.partial(torch.empty, dtype=torch.float32, device="meta")
 

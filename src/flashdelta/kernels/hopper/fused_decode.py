@@ -277,8 +277,9 @@ def fused_decode_kernel(
             out_s.slice(i * ROWS, ROWS).store(norm_q * (along_q + overlap * correction))
             state += correction[:, None] * row_k[None, :]
             tile = member * (K * V) + i * SIZE
-            at = final_state + in_tile + tile
-            gl.store(at, state.to(final_state.dtype.element_ty), mask=everywhere(in_tile, live))
+            gl.store(
+                final_state + in_tile + tile, state.to(final_state.dtype.element_ty), mask=everywhere(in_tile, live)
+            )
             if GROUP > 1:
                 if member + 1 < GROUP:
                     copy_async(state_s[i], initial_state + in_tile + (K * V + tile), mask=everywhere(in_tile, live))

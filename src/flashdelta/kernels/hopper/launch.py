@@ -61,7 +61,7 @@ def work_tiles(problem: ChunkProblem) -> int:
 
 
 FAR = 2**31
-"""Where strides end that kernels take."""
+"""The least stride that kernels do not take."""
 
 
 def near(x: Tensor, unit: int) -> bool:

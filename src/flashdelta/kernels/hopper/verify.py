@@ -459,8 +459,9 @@ def verify_kernel(
         out = (along_q + more_diagonal * of_last) * (more_norm_q * scale)
         if NULL_GIVES_ZERO:
             out = gl.where(live, out, 0.0)
-        at = o + TOKENS * o_token + value[:, None]
-        gl.store(at, out.to(o.dtype.element_ty), mask=everywhere(value, more)[:, None])
+        gl.store(
+            o + TOKENS * o_token + value[:, None], out.to(o.dtype.element_ty), mask=everywhere(value, more)[:, None]
+        )
         in_record = TOKENS * target_step + value[:, None]
         gl.store(record_values(records, K) + in_record, of_last, mask=everywhere(in_record, recorded & more))
 

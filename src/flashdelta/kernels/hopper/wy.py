@@ -301,8 +301,9 @@ def wy_kernel(
         dbeta = dbeta_s.load(partials_l) + row_partials(dkG * kn, partials_l)
         dkG *= betas[:, None]
         beta_row = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, partials_l))) + nothing
-        in_beta = grad_beta + first_row + beta_row * HV
-        gl.store(in_beta, gl.sum(gl.sum(dbeta, axis=2), axis=1), mask=beta_row < tile.count)
+        gl.store(
+            grad_beta + first_row + beta_row * HV, gl.sum(gl.sum(dbeta, axis=2), axis=1), mask=beta_row < tile.count
+        )
         X, _ = warpgroup_mma_wait(0, deps=[X, square_s])
         square_s.store((X * gl.convert_layout(betas, gl.SliceLayout(0, square_l))[None, :]).to(gl.bfloat16))
         fence_async_shared()

@@ -38,7 +38,7 @@ class StageCall:
     arch: int
     workspace: dict[str, Tensor]
     packet: Tensor | None = None
-    """Where the first of two ranks leaves the states of sequences that go on to the second (`merge.py`)."""
+    """Place for the states of sequences that go on from the first of two ranks to the second (`merge.py`)."""
 
     def left(self, *names: str) -> dict[str, Tensor | None]:
         """Tensors of the workspace by name, None where it has none of that name."""
@@ -214,7 +214,7 @@ def precision(problem: ChunkProblem) -> str:
 
 
 def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state: Tensor | None) -> dict[str, object]:
-    """Where states are read and stored, under the kernels' names (`shared/states.py`). A state that the call does not have is
+    """Places of states, read and stored, under the kernels' names (`shared/states.py`). A state that the call does not have is
     an empty tensor, which the kernel leaves alone."""
     if problem.has_pool:
         assert t.state_pool is not None
@@ -228,12 +228,12 @@ def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state:
 
 
 def packet_arguments(call: StageCall) -> dict[str, object]:
-    """Where `recurrence` leaves states for the second rank, under the kernels' names."""
+    """Places that `recurrence` leaves states for the second rank in, under the kernels' names."""
     return dict(border=None if call.packet is None else call.t.border, packet=call.packet)
 
 
 def checkpoint_arguments(problem: ChunkProblem, t: ChunkTensors) -> dict[str, object]:
-    """Where states at checkpoints are stored, under the kernels' names: chunks from one checkpoint to the next where they are
+    """Places of states at checkpoints, under the kernels' names: chunks from one checkpoint to the next where they are
     regular, and the rows and pitch of a buffer of their own."""
     buffer, every, rows, pitch = t.checkpoint_states, None, None, None
     if buffer is not None:

@@ -1,4 +1,4 @@
-"""Which kernels an export holds, and their compilation for GPUs that need not be there."""
+"""The kernels that an export holds, and their compilation for GPUs that need not be there."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ..compile import in_processes, only_launches, source
 from . import bindings
 
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
-"""In the order of `fd_operator` in c/runtime.h."""
+"""Operators, in the order of `fd_operator` in c/runtime.h."""
 
 STAGES = ("prepare", "recurrence", "output", "decode", "recurrence_wide")
-"""In the order of `fd_stage`."""
+"""Stages, in the order of `fd_stage`."""
 
 ANY = -1
 """`FD_ANY`."""
