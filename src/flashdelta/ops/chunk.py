@@ -59,7 +59,7 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks.
 
-    Example:
+    Examples:
         >>> q, k, v, g = (torch.randn(1, 128, 2, 64) for _ in "qkvg")
         >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), gate="logsigmoid", output_final_state=True)
         >>> o.shape, state.shape

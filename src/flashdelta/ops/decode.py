@@ -52,7 +52,7 @@ def recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     r"""One step of decoding: one to seventeen tokens per sequence, from states in a pool to states in a pool.
 
-    Example:
+    Examples:
         >>> q, k, v, g = (torch.randn(4, 1, 2, 64) for _ in "qkvg")
         >>> pool, slots = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0, 7, -1])
         >>> o, pool = fd.recurrent_kda(q, k, v, -g.abs(), torch.rand(4, 1, 2), initial_state=pool, ssm_state_indices=slots)
@@ -151,7 +151,7 @@ def commit(
     """Brings the state after each sequence's last accepted token to the pool: the second half of a read-only verification
     (`recurrent_kda` with `update_state=False`).
 
-    Example:
+    Examples:
         >>> pool, slots, rows = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0]), torch.tensor([0, 1])
         >>> kept = torch.randn(2, 4, 2, 64, 64)  # what `recurrent_kda(intermediate_states=kept, update_state=False)` leaves
         >>> fd.commit(pool, kept, slots, torch.tensor([4, 1]), intermediate_state_indices=rows)
@@ -189,7 +189,7 @@ def replay_buffer(
     """An empty replay buffer for `recurrent_kda(intermediate_states=...)`: a row for each sequence of `1 + num_spec_tokens`
     tokens that awaits its `commit`.
 
-    Example:
+    Examples:
         >>> buffer = fd.replay_buffer(8, num_spec_tokens=3, HV=2, K=64, V=64)  # eight sequences
 
     Of a token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T` (Kimi Linear,

@@ -43,7 +43,7 @@ def fused_kda_decode(
     r"""One step of decoding of a layer, in one launch: what lies between its projections (Kimi Linear, arXiv 2510.26692,
     section 4).
 
-    Example:
+    Examples:
         >>> x, weight, windows = torch.randn(2, 192), torch.randn(192, 4), torch.zeros(8, 192, 3)
         >>> g, beta, A_log, dt_bias = torch.randn(2, 1, 64), torch.randn(2, 1), torch.zeros(1), torch.zeros(64)
         >>> slots, states, z, norm = torch.tensor([3, 0]), torch.zeros(8, 1, 64, 64), torch.randn(2, 1, 64), torch.ones(64)

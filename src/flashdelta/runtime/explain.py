@@ -55,7 +55,7 @@ def explain(
     """Says which backend would run `op(*arguments, **named)`, and why each other one would not; of `chunk_kda` also how
     sequences would be split. Runs no kernel, but reads `cu_seqlens`.
 
-    Example:
+    Examples:
         >>> fd.explain(fd.gated_rms_norm, torch.randn(10, 64), torch.randn(10, 64), torch.ones(64), device="cpu").chosen
         'reference'
 

@@ -31,7 +31,7 @@ class Support(NamedTuple):
 def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
     """Says whether `op(*arguments, **named)` can run, without running it.
 
-    Example:
+    Examples:
         >>> bool(fd.supports(fd.gated_rms_norm, torch.randn(10, 64), torch.randn(10, 32), torch.ones(64)))
         False
 

@@ -60,7 +60,7 @@ def warmup(
 ) -> int:
     """Compiles what serving will need, so that no call compiles later.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     fd.warmup(fd.chunk_kda, [(128, 128)], state_pool=[True])
 
