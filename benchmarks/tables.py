@@ -191,6 +191,23 @@ def headlines() -> dict[str, tuple[str, dict[str, tuple[float, str]], str]]:
     return found
 
 
+def served() -> list[list[str]]:
+    """README's line of a server's tokens per second, once `benchmarks/serve/run.py times` has left a serve-*.json there."""
+    lines = []
+    for path in sorted(RESULTS.glob("serve-*.json")):
+        document = load(path)
+        row = [x for x in document["samples"] if x["scenario"] == "linear" and x["row"].startswith("tokens/s")]
+        if row:
+            ours, engine = (f"{statistics.median(x[mode] for x in row):,.0f} tokens/s" for mode in ("on", "off"))
+            gain = statistics.median(x["on"] / x["off"] for x in row)
+            name = f"[vLLM serves Kimi-Linear's layers: {row[0]['row'][10:]}](benchmarks/results/{path.name})"
+            gpu = document["engines"]["linear:on"]["gpu"].removeprefix("NVIDIA ")
+            cells = {"the engine's kernel": f"{engine} ({gain:.2f}x)"}
+            repeat = "`python benchmarks/serve/run.py times`"
+            lines.append([name, ours, *(cells.get(x, "-") for x in BESIDE), gpu, repeat])
+    return lines
+
+
 def readme() -> str:
     lines = [["", "ours", *BESIDE, "GPU", "repeat with"]]
     for what, (ours, beside, commit) in headlines().items():
@@ -200,7 +217,7 @@ def readme() -> str:
         repeat = f'`python -m benchmarks.{program} --rows "{name}"`'
         link = f"[{what}](benchmarks/results/{results}.json)"
         lines.append([link, ours, *cells, f"{gpu.upper()}, `{commit}`", repeat])
-    return markdown(lines)
+    return markdown(lines + served())
 
 
 TABLES["readme"] = readme
@@ -208,7 +225,7 @@ TABLES["readme"] = readme
 
 def picture() -> str:
     """README's picture: ours and FLA's sustained times in pairs of bars, as shares of FLA's."""
-    rows, width, left = {k: x for k, x in headlines().items() if "FLA" in x[1]}, 330, 350
+    rows, width, left = {k: x for k, x in headlines().items() if "FLA" in x[1]}, 320, 350
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
@@ -223,7 +240,8 @@ def picture() -> str:
             f"<rect x='{left}' y='{y + 18}' width='{bar:.1f}' height='17' fill='#1f77b4'/>",
             f"<text x='{left + bar + 6:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
         ]
-    size = f"width='{left + width + 180}' height='{40 + 46 * len(rows)}'"
+    wide, high = left + width + 180, 40 + 46 * len(rows)
+    size = f"viewBox='0 0 {wide} {high}' width='{wide}' height='{high}'"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect width='100%' height='100%' fill='white'/>"
     return "\n".join([head, *parts, "</svg>\n"])
 
