@@ -57,8 +57,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links as those of the site."""
+    """Links as those of the site. The tuning log, which only links lead to, stays out of the search."""
     here = page.file.src_uri
+    if here.startswith("log/"):
+        page.meta["search"] = {"exclude": True}
 
     def moved(match: re.Match[str]) -> str:
         found = to_site(target(to_repository(here), match[2]))
