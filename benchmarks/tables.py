@@ -221,22 +221,22 @@ TABLES["readme"] = readme
 
 def picture() -> str:
     """README's picture: ours and FLA's sustained times in pairs of bars, as shares of FLA's."""
-    rows, width, left = {k: x for k, x in headlines().items() if "FLA" in x[1]}, 320, 350
+    rows, width = {k: x for k, x in headlines().items() if "FLA" in x[1]}, 330
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
     for i, (what, (ours, beside, _)) in enumerate(rows.items()):
         times, fla = beside["FLA"]
-        y, bar = 32 + 46 * i, width / times
+        y, bar = 52 + 64 * i, width / times
         what = f"{what}, {HEADLINES[what][0][-4:].upper()}"
         parts += [
-            f"<text x='{left - 8}' y='{y + 22}' text-anchor='end' {style}>{escape(what)}</text>",
-            f"<rect x='{left}' y='{y}' width='{width}' height='17' fill='silver'/>",
-            f"<text x='{left + width + 6}' y='{y + 13}' {style}>FLA {fla}</text>",
-            f"<rect x='{left}' y='{y + 18}' width='{bar:.1f}' height='17' fill='#1f77b4'/>",
-            f"<text x='{left + bar + 6:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
+            f"<text x='10' y='{y - 6}' {style}>{escape(what)}</text>",
+            f"<rect x='10' y='{y}' width='{width}' height='17' fill='silver'/>",
+            f"<text x='{width + 16}' y='{y + 13}' {style}>FLA {fla}</text>",
+            f"<rect x='10' y='{y + 18}' width='{bar:.1f}' height='17' fill='#1f77b4'/>",
+            f"<text x='{bar + 16:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
         ]
-    size = f"viewBox='0 0 {left + width + 180} {40 + 46 * len(rows)}' width='{left + width + 180}'"
+    size = f"viewBox='0 0 {width + 170} {36 + 64 * len(rows)}' width='{width + 170}'"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect width='100%' height='100%' fill='white'/>"
     return "\n".join([head, *parts, "</svg>\n"])
 

@@ -61,7 +61,8 @@ def chunk_kda(
 
     Examples:
         >>> q, k, v, g = (torch.randn(1, 128, 2, 64) for _ in "qkvg")
-        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), gate="logsigmoid", output_final_state=True)
+        >>> options = {"gate": "logsigmoid", "output_final_state": True}
+        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), **options)
         >>> o.shape, state.shape
         (torch.Size([1, 128, 2, 64]), torch.Size([1, 2, 64, 64]))
 

@@ -36,7 +36,8 @@ def short_convolution(
     of their projections (Kimi Linear, arXiv 2510.26692, section 4).
 
     Examples:
-        >>> o, state = fd.short_convolution(torch.randn(2, 10, 64), torch.randn(64, 4), output_final_state=True)
+        >>> x, weight = torch.randn(2, 10, 64), torch.randn(64, 4)
+        >>> o, state = fd.short_convolution(x, weight, output_final_state=True)
         >>> o.shape, state.shape
         (torch.Size([2, 10, 64]), torch.Size([2, 64, 3]))
 

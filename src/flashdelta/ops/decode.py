@@ -55,7 +55,8 @@ def recurrent_kda(
     Examples:
         >>> q, k, v, g = (torch.randn(4, 1, 2, 64) for _ in "qkvg")
         >>> pool, slots = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0, 7, -1])
-        >>> o, pool = fd.recurrent_kda(q, k, v, -g.abs(), torch.rand(4, 1, 2), initial_state=pool, ssm_state_indices=slots)
+        >>> states = {"initial_state": pool, "ssm_state_indices": slots}
+        >>> o, pool = fd.recurrent_kda(q, k, v, -g.abs(), torch.rand(4, 1, 2), **states)
         >>> o.shape
         torch.Size([4, 1, 2, 64])
 
@@ -152,9 +153,11 @@ def commit(
     (`recurrent_kda` with `update_state=False`).
 
     Examples:
-        >>> pool, slots, rows = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0]), torch.tensor([0, 1])
-        >>> kept = torch.randn(2, 4, 2, 64, 64)  # what `recurrent_kda(intermediate_states=kept, update_state=False)` leaves
-        >>> fd.commit(pool, kept, slots, torch.tensor([4, 1]), intermediate_state_indices=rows)
+        >>> pool, slots = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0])
+        >>> # as left by `recurrent_kda(intermediate_states=kept, update_state=False)`
+        >>> kept, rows = torch.randn(2, 4, 2, 64, 64), torch.tensor([0, 1])
+        >>> counts = torch.tensor([4, 1])
+        >>> fd.commit(pool, kept, slots, counts, intermediate_state_indices=rows)
 
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
     first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, which must be the one that

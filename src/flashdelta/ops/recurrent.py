@@ -45,7 +45,7 @@ def fused_recurrent_kda(
 
     Examples:
         >>> q, k, v, g = (torch.randn(1, 3, 2, 64) for _ in "qkvg")
-        >>> o, state = fd.fused_recurrent_kda(q, k, v, g, torch.rand(1, 3, 2), gate="logsigmoid", output_final_state=True)
+        >>> o, _ = fd.fused_recurrent_kda(q, k, v, g, torch.rand(1, 3, 2), gate="logsigmoid")
         >>> o.shape
         torch.Size([1, 3, 2, 64])
 

@@ -56,7 +56,8 @@ def explain(
     sequences would be split. Runs no kernel, but reads `cu_seqlens`.
 
     Examples:
-        >>> fd.explain(fd.gated_rms_norm, torch.randn(10, 64), torch.randn(10, 64), torch.ones(64), device="cpu").chosen
+        >>> x, weight = torch.randn(10, 64), torch.ones(64)
+        >>> fd.explain(fd.gated_rms_norm, x, x, weight, device="cpu").chosen
         'reference'
 
     Args:
