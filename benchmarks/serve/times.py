@@ -124,6 +124,9 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
     }
 
 
+SHOWN = (*(f"first token of {n}" for n in PROMPTS), "step of", "GPU time", "all KDA layers", "tokens/s")
+"""Rows of the documents' table, by how they begin."""
+
 REPEATS = {"first token of 65536": 2, "tokens/s, 64": 2, "GPU time": 1, "count": 1}
 """How often a row is measured per process, by how it begins; else 7 times."""
 
