@@ -184,7 +184,7 @@ def table(rows: list[dict]) -> str:
         for mode in ("on", "fused"):
             if "off" in row and mode in row:
                 name, x = row["scenario"] + (", fused" if mode == "fused" else ""), row[mode]
-                gain = f"{x['gain']:.2f} ({x['least']:.2f} to {x['most']:.2f})" if "gain" in x else ""
+                gain = f"{x['gain']:.2f} ({x['least']:.2f}-{x['most']:.2f})" if "gain" in x else ""
                 unit = "" if row["row"].startswith(("tokens", "count")) else ", ms"
                 lines.append(
                     f"| {name} | {row['row']}{unit} | {row['off']['median']:,.4g} | {x['median']:,.4g} | {gain} |"
