@@ -194,6 +194,7 @@ def test_update_takes_other_lengths_into_the_same_memory():
         pointers = context.cu_seqlens.data_ptr(), context.border.data_ptr()
         context.update_(second.call["cu_seqlens"])
         assert pointers == (context.cu_seqlens.data_ptr(), context.border.data_ptr())
+        assert context.rows(torch.arange(3)).tolist() == ([0, 1, 2] if context.rank == 0 else [1, 2, 2])
         spare = 3 - len(second.sequences(context.rank))
         return results_of(second.local(context, spare), second.gradients(context.rank, spare))
 
