@@ -97,13 +97,6 @@ def test_missing_tensor_is_an_error(name: str, op: Callable):
         op(**call)
 
 
-@pytest.mark.parametrize("op", UNKNOWN)
-def test_options_are_keyword_only(op: Callable):
-    call = good_call(op, "plain")
-    with pytest.raises(TypeError, match=r"by position|positional"):
-        op(*(call[name] for name in TOKEN_TENSORS), 0.5)
-
-
 # ---- backends ------------------------------------------------------------------------------------------------------
 
 
@@ -134,12 +127,8 @@ def test_without_triton_it_is_what_lacks(backend: str, monkeypatch: pytest.Monke
 
 
 BAD_RECORDS = {
-    "rows": (-1, 2.0, 2**50),
-    "num_spec_tokens": (17, None),
-    "HV": (0,),
-    "K": (48,),
-    "V": (512, True),
-    "device": ("foo", 0),
+    **{"rows": (-1, 2.0, 2**50), "num_spec_tokens": (17, None), "HV": (0,)},
+    **{"K": (48,), "V": (512, True), "device": ("foo", 0)},
 }
 
 

@@ -97,22 +97,16 @@ def test_nothing_is_read_or_allocated(op: Callable, start: str, monkeypatch: pyt
 # ---- calls that a kernel runs or nobody ---------------------------------------------------------------------------------
 
 
-NARROW = {
-    "chunk": (fd.chunk_kda, "plain"),
-    "decode": (fd.recurrent_kda, "paged"),
-    "fused": (fd.fused_kda_decode, "one"),
-}
-"""Calls that `backend="kernel"` names, and writes of whose a test can see."""
-
-
 def by_kernel(call: dict) -> dict:
     return {**{name: x for name, x in call.items() if name != "backend"}, "backend": backends.KERNEL}
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_elsewhere_it_is_refused_before_anything_is_written(name: str):
+WRITING = [(fd.chunk_kda, "plain"), (fd.recurrent_kda, "paged"), (fd.fused_kda_decode, "one")]
+
+
+@pytest.mark.parametrize(("op", "start"), WRITING)
+def test_elsewhere_it_is_refused_before_anything_is_written(op: Callable, start: str):
     """The meta device stands for a GPU that no kernel of ours runs on."""
-    op, start = NARROW[name]
     call = {x: y.to("meta") if isinstance(y, Tensor) else y for x, y in by_kernel(good_call(op, start)).items()}
     with pytest.raises(NoKernel, match="no kernel runs this call: hopper: device type 'meta'"):
         op(**call)
