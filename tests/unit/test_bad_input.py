@@ -13,7 +13,7 @@ import flashdelta as fd
 from flashdelta.problem import device_checks
 
 from ..support.cases import BY_NAME, CASES, Case, case_id
-from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.inputs import make_call
 from ..support.oracle import CHUNK_ONLY, as_recurrent, same_bits
 from ..support.refusals import (
     FORWARD,
@@ -86,15 +86,6 @@ def test_unknown_argument_is_an_error(op: Callable, name: str):
     for run in (op, lambda **arguments: fd.explain(op, **arguments)):
         with pytest.raises(TypeError, match=f"'{name}'"):
             run(**call, **{name: None})
-
-
-@both
-@pytest.mark.parametrize("name", TOKEN_TENSORS)
-def test_missing_tensor_is_an_error(name: str, op: Callable):
-    call = good_call(op, "plain")
-    del call[name]
-    with pytest.raises(TypeError, match=f"'{name}'"):
-        op(**call)
 
 
 # ---- backends ------------------------------------------------------------------------------------------------------
