@@ -100,12 +100,22 @@ class Program:
     measure: Callable[[Any, Setup], dict] | None = None
 
 
+LEAST_LAUNCHES = 16
+"""Launches in a graph: starting one takes some microseconds, which are not the steps'."""
+
+
+def slots_of_launches(setup: Setup, N: int, T: int, state_bytes: int) -> tuple[int, list[Tensor]]:
+    """The number of slots, and for each launch a tensor of `N * T` of its own, aligned as an engine's are: the same again where
+    memory is short. Launches read `graph_bytes` of states together."""
+    launches = min(setup.launches, max(LEAST_LAUNCHES, -(-setup.graph_bytes // (N * state_bytes))))
+    tables = max(1, min(launches, setup.pool_bytes // (N * T * state_bytes)))
+    order = torch.randperm(tables * N * T, generator=torch.Generator().manual_seed(0)).int()
+    each = [x.to(setup.device, copy=True) for x in order.view(tables, -1)]
+    return len(order), [each[i % tables] for i in range(launches)]
+
+
 def in_launches(
-    run: Callable[[Tensor], object],
-    slots: Sequence[Tensor],
-    checked: Callable[[], Results],
-    tolerance: float,
-    host: bool = False,
+    run: Callable, slots: Sequence[Tensor], checked: Callable[[], Results], tolerance: float, host: bool = False
 ) -> Contender:
     """A graph's launches, each on slots of its own. It returns nothing: `checked` checks one of them."""
 

@@ -105,10 +105,8 @@ class Table:
         for column in (x for x in self.columns if "/" in x):
             known = [x for row in rows if (x := ratio(row, column)) is not None]
             if len(known) > 1:
-                ends = f"{min(known):.2f}x to {max(known):.2f}x"
-                said.append(
-                    f"{title(column, way)}: {statistics.geometric_mean(known):.2f}x in the geometric mean, {ends}."
-                )
+                mean, least, most = statistics.geometric_mean(known), min(known), max(known)
+                said.append(f"{title(column, way)}: {mean:.2f}x in the geometric mean, {least:.2f}x to {most:.2f}x.")
         return f"{markdown(table)}\n\n{' '.join(said)}"
 
     def has(self, row: dict) -> bool:
