@@ -276,13 +276,14 @@ KINDS: dict[str, Given] = {
     "hopper wy": HOPPER | {"operation": "wy"},
     "hopper fused": HOPPER | FUSED,
     "hopper steps": HOPPER | {"heads": 64},
+    "hopper short": HOPPER | {"heads": 64, "sequences": 5, "chunks": 2},
     "hopper tried": HOPPER | {"heads": 8, "chunks": 128},
     "hopper decode": HOPPER
     | {"operation": "decode", "packed": False, "state_v_first": True, "state_dtype": BF16, "N": 512},
     "hopper replay": HOPPER | {"operation": "decode", "packed": False, "state_v_first": True, "records": True},
     "hopper commit of records": HOPPER | {"operation": "commit", "state_v_first": True, "records": True},
 }
-"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `tried` segments on trial, of
+"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `short` sequences in one launch, `tried` segments on trial, of
 sequences long enough for them, and its own kernel of decoding is for many sequences and states in bfloat16."""
 
 
@@ -440,6 +441,9 @@ VARIANTS = (
         " pool with checkpoints, V first": V_FIRST | CHECKPOINTS, " regular checkpoints": REGULAR,
         " unbounded": UNBOUNDED, " unbounded, log decays": DECAYS, " over ranks": AMONG, " over two ranks": ON_FIRST}),
     *variants("hopper steps", "K64 V128 stream-K", ONE, **HEADS_96),
+    *variants("hopper short", "", {"K128 V128": {}, "K128 V128 one chunk": FIXED | {"chunks": 1},
+        "K128 V128 pool, V first": POOL | V_FIRST, "K128 V64": {},
+        "K64 V64 V first, states in bf16": V_FIRST | BF16_STATES, "K64 V128 fixed length": FIXED}),
     *variants("hopper", "", {"K64 V128 backward": BACK, "K128 V64 backward, unbounded": BACK | LOGSIGMOID,
         "K64 V64": {},
         "K64 V64 unbounded": LOGSIGMOID}, **WHOLE),

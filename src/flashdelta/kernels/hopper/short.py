@@ -1,0 +1,261 @@
+"""`prepare` and `recurrence` in one launch, for batches of short sequences with bounded gates: a CTA has a (sequence, value
+head), and a chunk's tiles never leave its shared memory. The bits are those of `prepare_steps` and `recurrence`.
+
+Sequences may have any length, but a CTA does one chunk after the other, without overlap: other CTAs of the SM must fill it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from ...program.launch import Launch
+from ...program.plan import Outputs, Step
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.backward_pass import StageSet
+from ..stages.launch import state_arguments
+from .device.compat import aggregate, barrier, reinterpret
+from .device.layouts import ACC, ACC_HALF, BV, LEFT, ROWS, C, beside, store_transposed
+from .device.math import beta_value, exp2, gate_bias, gate_unit, token_offset, wide
+from .device.portable import decay_rate, locate, sequence_slot
+from .launch import TILE as TOKENS
+from .launch import bind_div8
+from .prepare import FLAT, TILE, copy_tokens, load_bias
+from .prepare_steps import (
+    SQUARE,
+    STEP,
+    block_inverses,
+    decay_sums,
+    decayed_parts,
+    masked_pairs,
+    part_layout,
+    products,
+    start_copies,
+    store_norms,
+    weigh_keys,
+)
+from .recurrence import end_step, start_step
+
+
+@aggregate
+class Chunk:
+    """A chunk in shared memory, by the names that `recurrence` has for a stage of its ring: tiles -w, qa, kb, and `inverse`
+    beside `Aqk`; four decays of each channel."""
+
+    keys: gl.shared_memory_descriptor
+    queries: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    place: gl.shared_memory_descriptor
+    decay: gl.shared_memory_descriptor
+    KH: gl.constexpr
+
+    @gluon.jit
+    def tile(self, stage, i: gl.constexpr):
+        if i < 3 * self.KH:
+            operand = self.keys if i < self.KH else self.queries if i < 2 * self.KH else self.right
+            tile = reinterpret(operand, gl.bfloat16, [self.KH, 64, 64], TILE).index(i % self.KH)
+        else:
+            tile = self.place
+        return tile
+
+    @gluon.jit
+    def decays(self, stage, half: gl.constexpr, layout: gl.constexpr):
+        return self.decay.slice(64 * half, 64).load(gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, count, scale, lower_bound, GATE, BETA):
+    """Leaves the chunk's tiles and decays, and v, `[slices * 64, 64]`."""
+    keys, queries, right = chunk.keys, chunk.queries, chunk.right
+    KH: gl.constexpr = chunk.KH
+    LAYOUT: gl.constexpr = part_layout(KH)
+    # volatile: else the compiler moves it behind the copies, where it queues
+    biases = 0.0
+    if dt_bias is not None:
+        bias = load_bias(dt_bias, head, KH * 64)
+    betas, g_s = start_copies(rows, tokens, count, keys, queries, right, True)
+    copy_tokens(v_s, v, v_token, count, 64)
+    async_copy.commit_group()
+
+    norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    norm_q_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    unit_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    beta_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
+    # nothing decays past the end
+    unit_s.store(gl.where(row < count, gate_unit(rate, lower_bound, GATE), 0.0))
+    betas = gl.where(row < count, beta_value(betas, BETA), 0.0)
+    beta_s.store(betas)
+    if dt_bias is not None:
+        # where decays will be: there is room for three CTAs, and no more
+        bias_s = reinterpret(chunk.decay, gl.float32, [KH * 64], FLAT)
+        bias_s.store(gate_bias(bias, rate, GATE))
+        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+        biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, None, :]
+    async_copy.wait_group(1)
+    store_norms(keys, queries, norm_k_s, norm_q_s, scale)
+    before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
+    # `[half, step, part, channel]`
+    decay_s = chunk.decay.reshape([2, 2, KH, 64]).permute((2, 0, 1, 3))
+    if KH == 2:
+        after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
+        decay_s.slice(0, 1, 2).store(exp2(middle))
+        decay_s.slice(1, 1, 2).store(exp2(rest))
+        parts = before - middle[:, :, :, None, :], after
+    else:
+        decay_s.store(exp2(middle))
+        part_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, middle.type.layout)))
+        at_part = gl.arange(0, 2, layout=part_l)[None, None, :, None]
+        parts = (before - gl.where(at_part == 0, middle, 0.0)[:, :, :, None, :],)
+    decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, True)
+    minus_A, Aqk = masked_pairs(*products(keys, queries, right), betas)
+    X = block_inverses(minus_A, reinterpret(chunk.place, gl.float32, [64, 16], SQUARE))
+    barrier()
+    async_copy.wait_group(0)
+    weigh_keys(X, Aqk, keys, reinterpret(chunk.place, gl.float32, [64, 32], STEP), beta_s, chunk.place)
+
+
+@gluon.jit
+def state_pointers(states, half: gl.constexpr, K, V, V_FIRST):
+    """To a slice's values and half of the keys as `[64, 8, 8]`: a thread has all of the second dimension. One pointer a thread, to
+    which that dimension comes last: else the compiler keeps one for each number of a state."""
+    layout: gl.constexpr = gl.zeros((64, 64), gl.float32, layout=ACC).reshape([64, 8, 8]).type.layout
+    value = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    eight = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    key = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    if V_FIRST:
+        at = states + (value * K + key) + (eight * 8 + half * 64)
+    else:
+        at = states + (value + key * V) + (eight * (8 * V) + half * (64 * V))
+    return at
+
+
+@gluon.jit
+def load_slice(states, K, V, V_FIRST):
+    """A slice's state by halves of the keys; the second is zero if there is only one."""
+    state0 = gl.load(state_pointers(states, 0, K, V, V_FIRST)).to(gl.float32).reshape([64, 64])
+    state0 = gl.convert_layout(state0, ACC, assert_trivial=True)
+    state1 = gl.zeros((64, 64), gl.float32, layout=ACC)
+    if K == 128:
+        state1 = gl.load(state_pointers(states, 1, K, V, V_FIRST)).to(gl.float32).reshape([64, 64])
+        state1 = gl.convert_layout(state1, ACC, assert_trivial=True)
+    return state0, state1
+
+
+@gluon.jit
+def store_slice(states, state0, state1, K, V, V_FIRST):
+    gl.store(state_pointers(states, 0, K, V, V_FIRST), state0.reshape([64, 8, 8]).to(states.dtype.element_ty))
+    if K == 128:
+        gl.store(state_pointers(states, 1, K, V, V_FIRST), state1.reshape([64, 8, 8]).to(states.dtype.element_ty))
+
+
+@gluon.jit
+def step(chunk, i: gl.constexpr, state0, state1, v_s, KH):
+    """A step of `recurrence`: the state after it, and `o^T [64, 32]` in bf16."""
+    v_t = v_s.slice(32 * i, 32).permute((1, 0)).load(LEFT)
+    state0, state1, out = end_step(chunk, 0, i, *start_step(chunk, 0, i, state0, state1, v_t, KH), KH)
+    return state0, state1, out.to(gl.bfloat16)
+
+
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
+def short_kernel(
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, o, carry,
+    initial_state, final_state, state_indices, has_initial_state,
+    lowest: gl.int32, pool_slots: gl.int32, has_initial: gl.int32, has_final: gl.int32, state_pitch: gl.int64,
+    scale: gl.float32, lower_bound: gl.float32, T: gl.int32, HV: gl.int32, group: gl.int32,
+    q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
+    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
+    o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr,
+):  # fmt: skip
+    """One sequence and value head. The state `S^T [64, K]` of a slice of 64 value channels is in registers for a chunk; `carry`
+    has it in between.
+
+        for each chunk:  g, k, q, v --> `prepare_steps` --> -w, qa, kb, inverse | Aqk, decay    (shared memory)
+            for each slice:  S --> two steps as in `recurrence` --> o, S
+    """
+    KH: gl.constexpr = K // 64
+    SLICES: gl.constexpr = V // BV
+    _, head, n, batch, begin, end = locate(cu_seqlens, T, HV, 1)
+    rate = decay_rate(A_log, head, volatile=True)
+    own, read, stored = sequence_slot(
+        state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+    )
+    batch, begin, length = batch.to(gl.int32), begin.to(gl.int32), (end - begin).to(gl.int32)
+    head = head.to(gl.int32)
+    qk_head = head
+    if group > 1:
+        qk_head = head // group
+    NEXT: gl.constexpr = BV * K if V_FIRST else BV
+    initial_state += own * state_pitch + head * (K * V)
+    final_state += own * state_pitch + head * (K * V)
+    o_row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
+    in_o = o_row[:, None] * (o_token * 8) + gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))[None, :]
+    o += wide(batch, o_batch) * 8 + wide(head, o_head) * 8
+    if carry is not None:
+        carry += gl.program_id(0).to(gl.int64) * (K * V)
+
+    keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    right = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    place = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    decay = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
+    # a slice's v, then its output
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [SLICES * 64, 64], TILE)
+    chunk = Chunk(keys, queries, right, place, decay, KH)
+    zero = gl.zeros((64, 64), gl.float32, layout=ACC)
+    if (length == 0) & (stored != 0):
+        for s in range(SLICES):
+            state0, state1 = zero, zero
+            if read != 0:
+                state0, state1 = load_slice(initial_state + s * NEXT, K, V, V_FIRST)
+            store_slice(final_state + s * NEXT, state0, state1, K, V, V_FIRST)
+    for first in tl.range(0, length, C, disable_licm=True):
+        start = begin + first
+        count = gl.minimum(length - first, C)
+        rows = (
+            q + token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8,
+            k + token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8,
+            g + token_offset(batch, start, head, g_batch, g_token, g_head) * 8,
+            beta + token_offset(batch, start, head, beta_batch, beta_token, beta_head),
+        )
+        tokens = (q_token, k_token, g_token, beta_token)
+        v_rows = v + token_offset(batch, start, head, v_batch, v_token, v_head) * 8
+        prepare_chunk(
+            *(chunk, rows, tokens, v_s, v_rows, v_token, dt_bias, head, rate, count, scale, lower_bound, GATE, BETA)
+        )
+        for s in gl.static_range(SLICES):
+            slice_s = v_s.slice(64 * s, 64)
+            state0, state1 = zero, zero
+            if carry is not None and first > 0:
+                state0, state1 = load_slice(carry + s * (BV * K), K, V, True)
+            elif read != 0:
+                state0, state1 = load_slice(initial_state + s * NEXT, K, V, V_FIRST)
+            state0, state1, out0 = step(chunk, 0, state0, state1, slice_s, KH)
+            state0, state1, out1 = step(chunk, 1, state0, state1, slice_s, KH)
+            if carry is not None and first + C < length:
+                store_slice(carry + s * (BV * K), state0, state1, K, V, True)
+            elif stored != 0:
+                store_slice(final_state + s * NEXT, state0, state1, K, V, V_FIRST)
+            store_transposed(o + s * BV, slice_s, beside(out0, out1, ACC), start, count, o_row, in_o, o_token)
+        # before the next chunk's copies
+        barrier()
+
+
+def short(stages: StageSet, outputs: Outputs, own: Tensor | None = None) -> list[Step]:
+    """The launch of a forward, as `StageSet.forward`. A state between chunks has room of each CTA's own."""
+    problem, t = stages.problem, stages.t
+    states = (problem.N * problem.HV * problem.K * problem.V,)
+    given = dict(
+        o=outputs["o"] if own is None else own,
+        carry=t.memory.new(states, torch.float32) if problem.packed or problem.T > TOKENS else None,
+        **state_arguments(problem, t, outputs.get("final_state")),
+    )
+    arguments = bind_div8(short_kernel, problem, t, given)
+    # three CTAs on an SM
+    return [Launch(short_kernel, problem.N * problem.HV, *arguments, num_warps=4, max_registers=168)]
