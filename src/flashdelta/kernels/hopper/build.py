@@ -95,7 +95,8 @@ SHORT_PER_SM = 2
 def in_one_launch(problem: ChunkProblem, device: torch.device) -> bool:
     """Says whether `short` does the call. It is right for any lengths; those that the host does not know it takes to be alike.
     Its steps have other bits than the chunks of calls with few heads, which do without it where bits are a sequence's own."""
-    chunks = problem.longest_chunks or -(-problem.T // (TILE * (problem.N if problem.packed else 1)))
+    tokens = problem.T // max(problem.N, 1) if problem.packed else problem.T
+    chunks = problem.longest_chunks or -(-tokens // TILE)
     full = SHORT_PER_SM * sm_count(device) <= problem.N * problem.HV
     plain = problem.ranks == 1 and problem.checkpoints == 0 and problem.checkpoint_every == 0 and problem.safe_gate
     free = problem.split == AUTO and not problem.batch_invariant

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...program.launch import Launch
 from ...program.plan import Outputs, Step
@@ -19,8 +20,8 @@ from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.backward_pass import StageSet
 from ..stages.launch import state_arguments
 from .device.compat import aggregate, barrier, reinterpret
-from .device.layouts import ACC, ACC_HALF, BV, LEFT, ROWS, C, beside, store_transposed
-from .device.math import beta_value, exp2, gate_bias, gate_unit, token_offset, wide
+from .device.layouts import ACC, ACC_HALF, BV, LEFT, ROWS, C, as_left, beside, store_transposed
+from .device.math import beta_value, exp2, gate_bias, gate_unit, mma, mma_first, token_offset, wide
 from .device.portable import decay_rate, locate, sequence_slot
 from .launch import TILE as TOKENS
 from .launch import bind_div8
@@ -38,7 +39,7 @@ from .prepare_steps import (
     store_norms,
     weigh_keys,
 )
-from .recurrence import end_step, start_step
+from .recurrence import rows_of_step
 
 
 @aggregate
@@ -88,8 +89,7 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     # nothing decays past the end
     unit_s.store(gl.where(row < count, gate_unit(rate, lower_bound, GATE), 0.0))
-    betas = gl.where(row < count, beta_value(betas, BETA), 0.0)
-    beta_s.store(betas)
+    beta_s.store(gl.where(row < count, beta_value(betas, BETA), 0.0))
     if dt_bias is not None:
         # where decays will be: there is room for three CTAs, and no more
         bias_s = reinterpret(chunk.decay, gl.float32, [KH * 64], FLAT)
@@ -112,7 +112,9 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
         at_part = gl.arange(0, 2, layout=part_l)[None, None, :, None]
         parts = (before - gl.where(at_part == 0, middle, 0.0)[:, :, :, None, :],)
     decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, True)
-    minus_A, Aqk = masked_pairs(*products(keys, queries, right), betas)
+    A, Aqk = products(keys, queries, right)
+    # anew: there are no registers for it before
+    minus_A, Aqk = masked_pairs(A, Aqk, beta_s.load(gl.SliceLayout(1, ACC_HALF)))
     X = block_inverses(minus_A, reinterpret(chunk.place, gl.float32, [64, 16], SQUARE))
     barrier()
     async_copy.wait_group(0)
@@ -156,8 +158,30 @@ def store_slice(states, state0, state1, K, V, V_FIRST):
 @gluon.jit
 def step(chunk, i: gl.constexpr, state0, state1, v_s, KH):
     """A step of `recurrence`: the state after it, and `o^T [64, 32]` in bf16."""
+    zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
+    pairs = rows_of_step(chunk, 0, 3 * KH, i)
     v_t = v_s.slice(32 * i, 32).permute((1, 0)).load(LEFT)
-    state0, state1, out = end_step(chunk, 0, i, *start_step(chunk, 0, i, state0, state1, v_t, KH), KH)
+    v_new = mma_first(v_t, pairs.slice(0, 32, 1).permute((1, 0)), zero)
+    state0 = state0 * chunk.decays(0, 2 * KH * i, ACC)
+    left = as_left(state0)
+    v_new = mma(left, rows_of_step(chunk, 0, 0, i).permute((1, 0)), v_new)
+    out = mma_first(left, rows_of_step(chunk, 0, KH, i).permute((1, 0)), zero)
+    v_new, out, left, v_t = warpgroup_mma_wait(0, deps=[v_new, out, left, v_t])
+    if KH == 2:
+        state1 = state1 * chunk.decays(0, 2 * KH * i + 1, ACC)
+        left = as_left(state1)
+        v_new = mma(left, rows_of_step(chunk, 0, 1, i).permute((1, 0)), v_new)
+        out = mma(left, rows_of_step(chunk, 0, KH + 1, i).permute((1, 0)), out)
+        v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
+    left = as_left(v_new)
+    state0 = mma(left, rows_of_step(chunk, 0, 2 * KH, i), state0)
+    out = mma(left, pairs.slice(32, 32, 1).permute((1, 0)), out)
+    if KH == 2:
+        state1 = mma(left, rows_of_step(chunk, 0, 2 * KH + 1, i), state1)
+    state0, state1, out, left = warpgroup_mma_wait(0, deps=[state0, state1, out, left])
+    state0 = state0 * chunk.decays(0, 2 * KH * i + KH, ACC)
+    if KH == 2:
+        state1 = state1 * chunk.decays(0, 2 * KH * i + KH + 1, ACC)
     return state0, state1, out.to(gl.bfloat16)
 
 
@@ -192,13 +216,7 @@ def short_kernel(
     if group > 1:
         qk_head = head // group
     NEXT: gl.constexpr = BV * K if V_FIRST else BV
-    initial_state += own * state_pitch + head * (K * V)
-    final_state += own * state_pitch + head * (K * V)
-    o_row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
-    in_o = o_row[:, None] * (o_token * 8) + gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))[None, :]
-    o += wide(batch, o_batch) * 8 + wide(head, o_head) * 8
-    if carry is not None:
-        carry += gl.program_id(0).to(gl.int64) * (K * V)
+    in_states = own * state_pitch + head * (K * V)
 
     keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
@@ -213,8 +231,8 @@ def short_kernel(
         for s in range(SLICES):
             state0, state1 = zero, zero
             if read != 0:
-                state0, state1 = load_slice(initial_state + s * NEXT, K, V, V_FIRST)
-            store_slice(final_state + s * NEXT, state0, state1, K, V, V_FIRST)
+                state0, state1 = load_slice(initial_state + (in_states + s * NEXT), K, V, V_FIRST)
+            store_slice(final_state + (in_states + s * NEXT), state0, state1, K, V, V_FIRST)
     for first in tl.range(0, length, C, disable_licm=True):
         start = begin + first
         count = gl.minimum(length - first, C)
@@ -229,20 +247,23 @@ def short_kernel(
         prepare_chunk(
             *(chunk, rows, tokens, v_s, v_rows, v_token, dt_bias, head, rate, count, scale, lower_bound, GATE, BETA)
         )
-        for s in gl.static_range(SLICES):
-            slice_s = v_s.slice(64 * s, 64)
+        for s in tl.range(0, SLICES, disable_licm=True):
+            slice_s = reinterpret(v_s, gl.bfloat16, [SLICES, 64, 64], TILE).index(s)
             state0, state1 = zero, zero
             if carry is not None and first > 0:
-                state0, state1 = load_slice(carry + s * (BV * K), K, V, True)
+                state0, state1 = load_slice(carry + (gl.program_id(0).to(gl.int64) * (K * V) + s * (BV * K)), K, V, True)
             elif read != 0:
-                state0, state1 = load_slice(initial_state + s * NEXT, K, V, V_FIRST)
+                state0, state1 = load_slice(initial_state + (in_states + s * NEXT), K, V, V_FIRST)
             state0, state1, out0 = step(chunk, 0, state0, state1, slice_s, KH)
             state0, state1, out1 = step(chunk, 1, state0, state1, slice_s, KH)
             if carry is not None and first + C < length:
-                store_slice(carry + s * (BV * K), state0, state1, K, V, True)
+                store_slice(carry + (gl.program_id(0).to(gl.int64) * (K * V) + s * (BV * K)), state0, state1, K, V, True)
             elif stored != 0:
-                store_slice(final_state + s * NEXT, state0, state1, K, V, V_FIRST)
-            store_transposed(o + s * BV, slice_s, beside(out0, out1, ACC), start, count, o_row, in_o, o_token)
+                store_slice(final_state + (in_states + s * NEXT), state0, state1, K, V, V_FIRST)
+            row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
+            in_o = row[:, None] * (o_token * 8) + gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))[None, :]
+            o_slice = o + ((wide(batch, o_batch) + wide(head, o_head)) * 8 + s * BV)
+            store_transposed(o_slice, slice_s, beside(out0, out1, ACC), start, count, row, in_o, o_token)
         # before the next chunk's copies
         barrier()
 
