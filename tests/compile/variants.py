@@ -441,7 +441,7 @@ VARIANTS = (
         " pool with checkpoints, V first": V_FIRST | CHECKPOINTS, " regular checkpoints": REGULAR,
         " unbounded": UNBOUNDED, " unbounded, log decays": DECAYS, " over ranks": AMONG, " over two ranks": ON_FIRST}),
     *variants("hopper steps", "K64 V128 stream-K", ONE, **HEADS_96),
-    *variants("hopper short", "", {"K128 V128": {}, "K128 V128 one chunk": FIXED | {"chunks": 1},
+    *variants("hopper short", "", {"K128 V128": {}, "K128 V128 fixed length": FIXED,
         "K128 V128 pool, V first": POOL | V_FIRST, "K128 V64": {},
         "K64 V64 V first, states in bf16": V_FIRST | BF16_STATES, "K64 V128 fixed length": FIXED}),
     *variants("hopper", "", {"K64 V128 backward": BACK, "K128 V64 backward, unbounded": BACK | LOGSIGMOID,

@@ -195,7 +195,13 @@ SHORT_CASES = [
     Case("short, K64", "both halves of a step in one part", T=100, **WIDE | {"K": 64}),
     Case("short, packed", "lengths beside chunks, and none", lengths=(65, 0, 1, 64, 130), **WIDE | {"HV": 3}),
     Case("short, packed, K64", "no initial states", lengths=(33, 0, 128), unused=5, **WIDE | {"K": 64, "state": None}),
-    Case("short, log decays", "no parameters", lengths=(17, 70), **WIDE | {"gate": "none", "lower_bound": None}, safe=True),
+    Case(
+        "short, log decays",
+        "no parameters",
+        lengths=(17, 70),
+        **WIDE | {"gate": "none", "lower_bound": None},
+        safe=True,
+    ),
     Case("short, pinned", "gates at their bound", lengths=(40, 90), hard="pinned", **WIDE),
     Case("short, same keys", "repeated keys", lengths=(64, 100), hard="same_keys", ill_conditioned=True, **WIDE),
 ]

@@ -23,7 +23,6 @@ from .device.compat import aggregate, barrier, reinterpret
 from .device.layouts import ACC, ACC_HALF, BV, LEFT, ROWS, C, as_left, beside, store_transposed
 from .device.math import beta_value, exp2, gate_bias, gate_unit, mma, mma_first, token_offset, wide
 from .device.portable import decay_rate, locate, sequence_slot
-from .launch import TILE as TOKENS
 from .launch import bind_div8
 from .prepare import FLAT, TILE, copy_tokens, load_bias
 from .prepare_steps import (
@@ -74,7 +73,6 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
     keys, queries, right = chunk.keys, chunk.queries, chunk.right
     KH: gl.constexpr = chunk.KH
     LAYOUT: gl.constexpr = part_layout(KH)
-    # volatile: else the compiler moves it behind the copies, where it queues
     biases = 0.0
     if dt_bias is not None:
         bias = load_bias(dt_bias, head, KH * 64)
@@ -116,15 +114,14 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
     # anew: there are no registers for it before
     minus_A, Aqk = masked_pairs(A, Aqk, beta_s.load(gl.SliceLayout(1, ACC_HALF)))
     X = block_inverses(minus_A, reinterpret(chunk.place, gl.float32, [64, 16], SQUARE))
-    barrier()
     async_copy.wait_group(0)
     weigh_keys(X, Aqk, keys, reinterpret(chunk.place, gl.float32, [64, 32], STEP), beta_s, chunk.place)
 
 
 @gluon.jit
 def state_pointers(states, half: gl.constexpr, K, V, V_FIRST):
-    """To a slice's values and half of the keys as `[64, 8, 8]`: a thread has all of the second dimension. One pointer a thread, to
-    which that dimension comes last: else the compiler keeps one for each number of a state."""
+    """Pointers to a slice's values and a half of its keys, `[64, 8, 8]`. A thread has all of the second dimension, which comes last:
+    else the compiler keeps a pointer for each number."""
     layout: gl.constexpr = gl.zeros((64, 64), gl.float32, layout=ACC).reshape([64, 8, 8]).type.layout
     value = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     eight = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -157,7 +154,8 @@ def store_slice(states, state0, state1, K, V, V_FIRST):
 
 @gluon.jit
 def step(chunk, i: gl.constexpr, state0, state1, v_s, KH):
-    """A step of `recurrence`: the state after it, and `o^T [64, 32]` in bf16."""
+    """Step `i` of `recurrence`: the states after it, and `o^T [64, 32]` in bf16. It waits for each half of the keys, so that their
+    operands take the same registers."""
     zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
     pairs = rows_of_step(chunk, 0, 3 * KH, i)
     v_t = v_s.slice(32 * i, 32).permute((1, 0)).load(LEFT)
@@ -249,15 +247,16 @@ def short_kernel(
         )
         for s in tl.range(0, SLICES, disable_licm=True):
             slice_s = reinterpret(v_s, gl.bfloat16, [SLICES, 64, 64], TILE).index(s)
+            carried = carry + (gl.program_id(0).to(gl.int64) * (K * V) + s * (BV * K))
             state0, state1 = zero, zero
-            if carry is not None and first > 0:
-                state0, state1 = load_slice(carry + (gl.program_id(0).to(gl.int64) * (K * V) + s * (BV * K)), K, V, True)
+            if first > 0:
+                state0, state1 = load_slice(carried, K, V, True)
             elif read != 0:
                 state0, state1 = load_slice(initial_state + (in_states + s * NEXT), K, V, V_FIRST)
             state0, state1, out0 = step(chunk, 0, state0, state1, slice_s, KH)
             state0, state1, out1 = step(chunk, 1, state0, state1, slice_s, KH)
-            if carry is not None and first + C < length:
-                store_slice(carry + (gl.program_id(0).to(gl.int64) * (K * V) + s * (BV * K)), state0, state1, K, V, True)
+            if first + C < length:
+                store_slice(carried, state0, state1, K, V, True)
             elif stored != 0:
                 store_slice(final_state + (in_states + s * NEXT), state0, state1, K, V, V_FIRST)
             row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
@@ -274,7 +273,7 @@ def short(stages: StageSet, outputs: Outputs, own: Tensor | None = None) -> list
     states = (problem.N * problem.HV * problem.K * problem.V,)
     given = dict(
         o=outputs["o"] if own is None else own,
-        carry=t.memory.new(states, torch.float32) if problem.packed or problem.T > TOKENS else None,
+        carry=t.memory.new(states, torch.float32),
         **state_arguments(problem, t, outputs.get("final_state")),
     )
     arguments = bind_div8(short_kernel, problem, t, given)
