@@ -203,6 +203,34 @@ def test_what_a_batch_must_not_decide_is_not_tried(options: dict):
     assert not may_try(problem) and "forgets" not in split_layout(problem, t.device)
 
 
+PROMPTS = replace(KIMI, H=16, HV=16, lengths=(40,) * 200, state=FP32)
+MIXED = replace(PROMPTS, lengths=(4000, *(40,) * 200))
+WITH_OFFSETS = {"cu_seqlens_cpu": torch.tensor([0, *MIXED.lengths]).cumsum(0)}
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "once"),
+    [
+        (PROMPTS, {}, True),
+        (replace(PROMPTS, lengths=None, B=200, T=128), {}, True),
+        (replace(PROMPTS, lengths=None, B=200, T=129), {}, False),
+        (replace(PROMPTS, lengths=(40,) * 10), {}, False),
+        (replace(PROMPTS, lengths=()), {}, False),
+        (replace(PROMPTS, h=True), {}, False),
+        (replace(PROMPTS, gate="softplus", lower_bound=None), {}, False),
+        # without offsets on the host sequences are taken to be alike
+        (MIXED, {}, True),
+        (MIXED, WITH_OFFSETS, False),
+        # other bits than those of a call with few heads, but those of one with many
+        *((PROMPTS, x, False) for x in ({"batch_invariant": True}, {"split": False})),
+        *((replace(PROMPTS, H=32, HV=32), x, True) for x in ({"batch_invariant": True}, {"split": False})),
+    ],
+)
+def test_batches_of_short_sequences_take_one_launch(case: Case, options: dict, once: bool):
+    launches, _ = launched(meta_call(case, BF16) | options)
+    assert ([x.kernel.__name__ for x in launches] == ["short_kernel"]) == once
+
+
 POOLED = dict.fromkeys(("packed", "state_pool", "checkpoint_states"), (True,))
 WARMED = [
     (fd.chunk_kda, {"head_dims": [(128, 128), (64, 128), (32, 32)], "has_initial_state": (True,)}),

@@ -77,8 +77,8 @@ def chunk_kda(
     the buffers `out`, `final_state` and `checkpoint_states` are written, nothing else is; they take part in no transform of
     `torch.func`. On a CPU values are checked as FLASHDELTA_CHECK=1 checks them, but for decays. States may also be float64
     where q is. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a split (see
-    `split`). A call with gradients, or with g in float32, may differ in rounding from one without, as the backend `hopper` has
-    forms of its kernels for each.
+    `split`) and for whether all sequences are short, both of which `batch_invariant` rules out. A call with gradients, or
+    with g in float32, may differ in rounding from one without, as the backend `hopper` has forms of its kernels for each.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -149,7 +149,7 @@ def chunk_kda(
             sequences need at most `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer
             than `B ceil(T / n)` are refused.
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
-            ranks also on where these cut it.
+            ranks also on where these cut it. Few heads then do without the kernel for batches of short sequences.
 
     Other Parameters:
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.

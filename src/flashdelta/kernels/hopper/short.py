@@ -120,8 +120,8 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
 
 @gluon.jit
 def state_pointers(states, half: gl.constexpr, K, V, V_FIRST):
-    """Pointers to a slice's values and a half of its keys, `[64, 8, 8]`. A thread has all of the second dimension, which comes last:
-    else the compiler keeps a pointer for each number."""
+    """Pointers to a slice's values and a half of its keys, `[64, 8, 8]`. A thread has all of the second dimension, which is
+    added last: else the compiler keeps a pointer for each number."""
     layout: gl.constexpr = gl.zeros((64, 64), gl.float32, layout=ACC).reshape([64, 8, 8]).type.layout
     value = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     eight = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -154,8 +154,8 @@ def store_slice(states, state0, state1, K, V, V_FIRST):
 
 @gluon.jit
 def step(chunk, i: gl.constexpr, state0, state1, v_s, KH):
-    """Step `i` of `recurrence`: the states after it, and `o^T [64, 32]` in bf16. It waits for each half of the keys, so that their
-    operands take the same registers."""
+    """Step `i` of `recurrence`: the states after it, and `o^T [64, 32]` in bf16. One half of the keys after the other, so that
+    their operands have the same registers."""
     zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
     pairs = rows_of_step(chunk, 0, 3 * KH, i)
     v_t = v_s.slice(32 * i, 32).permute((1, 0)).load(LEFT)
