@@ -456,9 +456,8 @@ def decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, QUERIES_FIRST
 
 
 @gluon.jit
-def products(keys, queries, right):
-    """Starts the products `[64, 64]` of keys and of queries with right operands."""
-    zero = gl.zeros((64, 64), gl.float32, layout=ACC)
+def products(keys, queries, right, zero):
+    """The products `[64, 64]` of keys and of queries with right operands."""
     for h in gl.static_range(keys.shape[0] // 64):
         right_h = right.slice(64 * h, 64).permute((1, 0))
         if h == 0:
@@ -471,17 +470,17 @@ def products(keys, queries, right):
 
 
 @gluon.jit
-def masked_pairs(A, Aqk, betas):
+def masked_pairs(A, Aqk, betas, row):
     """-A and Aqk `[64, 32]`, that in bf16, from products."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
     minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
     return minus_A, round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
 
 
 @gluon.jit
-def weigh_keys(X, Aqk, keys, X_s, beta_s, place):
-    """Stores `inverse | Aqk` in `place` and -w in place of the keys, from `block_inverses`."""
+def weigh_keys(X, Aqk, keys, X_s, beta_s, place, row, zero):
+    """Stores `inverse | Aqk` in the first rows of `place`, which it returns, and -w in place of the keys, from
+    `block_inverses`."""
     X_s.reshape([4, 16, 32]).store(X)
     X_left, X_right = step_inverses(X_s)
     columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
@@ -489,15 +488,14 @@ def weigh_keys(X, Aqk, keys, X_s, beta_s, place):
     beta_first = beta_s.slice(0, 32).load(columns)[None, :]
     beta_second = beta_s.slice(32, 32).load(columns)[None, :]
     X = gl.convert_layout(gl.join(X_left, X_right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     # negative, as w is stored
     weights = X * gl.where(row < 32, -beta_first, -beta_second)
     # rounded and in two parts as in `prepare`
     high = round_pairs(weights)
     low = round_pairs(weights - widen(high))
+    place = place.slice(0, 64)
     place.store(beside(round_pairs(-weights), Aqk, ACC))
 
-    zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     high0, high1, high2, high3 = step_operands(high)
     low0, low1, low2, low3 = step_operands(low)
     for h in gl.static_range(keys.shape[0] // 64):
@@ -512,6 +510,7 @@ def weigh_keys(X, Aqk, keys, X_s, beta_s, place):
         keys.slice(64 * h, 64).store(w.to(gl.bfloat16))
     fence_async_shared()
     barrier()
+    return place
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
@@ -655,11 +654,13 @@ def prepare_steps_kernel(
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
             store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
 
-        A, Aqk = products(keys, queries, right)
+        zero = gl.zeros((64, 64), gl.float32, layout=ACC)
+        A, Aqk = products(keys, queries, right, zero)
         if not SAFE:
             # anew: there are no registers for it before
             betas = beta_s.load(gl.SliceLayout(1, ACC_HALF))
-        minus_A, Aqk = masked_pairs(A, Aqk, betas)
+        row = acc_row[:, None]
+        minus_A, Aqk = masked_pairs(A, Aqk, betas, row)
     else:
         own_A, own_Aqk = exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE)
         fence_async_shared()
@@ -668,14 +669,16 @@ def prepare_steps_kernel(
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
             store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
         betas = beta_s.load(gl.SliceLayout(1, ACC_HALF))
-        minus_A, Aqk = masked_pairs(own_A, own_Aqk, betas)
+        row = acc_row[:, None]
+        minus_A, Aqk = masked_pairs(own_A, own_Aqk, betas, row)
+    if not SAFE:
+        zero = gl.zeros((64, 64), gl.float32, layout=ACC)
 
     X = block_inverses(minus_A, blocks_s)
     # the queries and the right operands have left
     tma.store_wait(0)
     barrier()
-    place = right.slice(0, 64)
-    weigh_keys(X, Aqk, keys, reinterpret(queries, gl.float32, [64, 32], STEP), beta_s, place)
+    place = weigh_keys(X, Aqk, keys, reinterpret(queries, gl.float32, [64, 32], STEP), beta_s, right, row, zero)
     for h in gl.static_range(KH):
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)

@@ -110,12 +110,14 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
         at_part = gl.arange(0, 2, layout=part_l)[None, None, :, None]
         parts = (before - gl.where(at_part == 0, middle, 0.0)[:, :, :, None, :],)
     decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, True)
-    A, Aqk = products(keys, queries, right)
+    zero = gl.zeros((64, 64), gl.float32, layout=ACC)
+    A, Aqk = products(keys, queries, right, zero)
     # anew: there are no registers for it before
-    minus_A, Aqk = masked_pairs(A, Aqk, beta_s.load(gl.SliceLayout(1, ACC_HALF)))
+    minus_A, Aqk = masked_pairs(A, Aqk, beta_s.load(gl.SliceLayout(1, ACC_HALF)), row[:, None])
     X = block_inverses(minus_A, reinterpret(chunk.place, gl.float32, [64, 16], SQUARE))
     async_copy.wait_group(0)
-    weigh_keys(X, Aqk, keys, reinterpret(chunk.place, gl.float32, [64, 32], STEP), beta_s, chunk.place)
+    X_s = reinterpret(chunk.place, gl.float32, [64, 32], STEP)
+    weigh_keys(X, Aqk, keys, X_s, beta_s, chunk.place, row[:, None], zero)
 
 
 @gluon.jit
