@@ -648,7 +648,7 @@ def prepare_steps_kernel(
             parts = before - middle[:, :, :, None, :], after
         else:
             until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
-            parts = (before - until[:, :, :, None, :],)
+            parts = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
         decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, SAFE and cu_seqlens is not None)
         for h in gl.static_range(KH):
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
