@@ -23,12 +23,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "STEPS_FROM", dict.fromkeys(build.STEPS_FROM, 1))
-    monkeypatch.setattr(build, "SHORT", 1 << 20)
-    monkeypatch.setattr(build, "SHORT_PER_SM", 0)
+    monkeypatch.setattr(build, "in_one_launch", lambda problem, device: True)
 
 
 def in_two_launches(call: dict) -> tuple[torch.Tensor, ...]:
-    with mock.patch.object(build, "SHORT_PER_SM", 1 << 20):
+    with mock.patch.object(build, "in_one_launch", lambda problem, device: False):
         return poisoned(call)
 
 
@@ -50,7 +49,7 @@ def test_an_output_that_no_kernel_can_write():
     assert same_bits(fd.chunk_kda(**call, out=out)[0], in_two_launches(call)[0])
 
 
-PACKED = replace(KIMI, name="packed", H=1, HV=2, V=64, lengths=(130, 0, 33, 64), state=FP32)
+PACKED = replace(KIMI, name="packed", H=1, HV=2, lengths=(130, 0, 33, 64), state=FP32)
 
 
 def test_bits_are_a_sequence_s_own():
@@ -64,6 +63,6 @@ def test_nan_stays_in_its_sequence(name: str):
 
 @pytest.mark.parametrize("pool_case", [x for x in PLAIN_POOLS if x.case.lower_bound is not None], ids=pool_id)
 def test_pools(pool_case: PoolCase):
-    case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
+    case = replace(on_gpu(pool_case.case), K=128, V=128, chunk_size=64)
     call = pool_call(replace(pool_case, case=case), BF16) | {"split": False, "backend": "hopper"}
     hold_pool(fd.chunk_kda, call, more=4e-3)

@@ -142,7 +142,7 @@ def test_declines_other_sizes_and_dtypes(changes: dict, dtype: torch.dtype, reas
 
 def test_declines_the_token_recurrence_but_for_one_token():
     several = as_recurrent(meta_call(KIMI))
-    assert_declines(several, "several tokens a sequence; token by token it takes one", fd.fused_recurrent_kda)
+    assert_declines(several, "several tokens per sequence; token by token it takes one", fd.fused_recurrent_kda)
     one = as_recurrent(meta_call(replace(KIMI, T=1, lengths=None, state=FP32)))
     assert_declines(one, "states in torch.float32, K first; it takes bfloat16, V first", fd.fused_recurrent_kda)
     state = torch.empty(one["q"].shape[0], one["v"].shape[2], 128, 128, dtype=torch.bfloat16, device="meta")
@@ -204,30 +204,36 @@ def test_what_a_batch_must_not_decide_is_not_tried(options: dict):
 
 
 PROMPTS = replace(KIMI, H=16, HV=16, lengths=(40,) * 200, state=FP32)
-MIXED = replace(PROMPTS, lengths=(4000, *(40,) * 200))
-WITH_OFFSETS = {"cu_seqlens_cpu": torch.tensor([0, *MIXED.lengths]).cumsum(0)}
+MANY_HEADS = replace(PROMPTS, H=32, HV=32)
+DENSE = replace(PROMPTS, lengths=None, B=200)
+INVARIANT = ({"batch_invariant": True}, {"split": False})
 
 
 @pytest.mark.parametrize(
     ("case", "options", "once"),
     [
         (PROMPTS, {}, True),
-        (replace(PROMPTS, lengths=None, B=200, T=128), {}, True),
-        (replace(PROMPTS, lengths=None, B=200, T=129), {}, False),
-        (replace(PROMPTS, lengths=(40,) * 10), {}, False),
+        (replace(PROMPTS, lengths=(128,) * 16), {}, True),
+        (replace(PROMPTS, lengths=(128,) * 15), {}, False),
+        (replace(PROMPTS, lengths=(129, *(40,) * 200)), {}, False),
+        (MANY_HEADS, {}, True),
+        (replace(MANY_HEADS, lengths=(65, *(40,) * 200)), {}, False),
+        (replace(DENSE, T=128), {}, True),
+        (replace(DENSE, T=129), {}, False),
         (replace(PROMPTS, lengths=()), {}, False),
+        (replace(PROMPTS, K=64, V=64), {}, False),
         (replace(PROMPTS, h=True), {}, False),
         (replace(PROMPTS, gate="softplus", lower_bound=None), {}, False),
-        # without offsets on the host sequences are taken to be alike
-        (MIXED, {}, True),
-        (MIXED, WITH_OFFSETS, False),
+        # only the GPU knows lengths
+        (PROMPTS, {"cu_seqlens_cpu": None}, False),
         # other bits than those of a call with few heads, but those of one with many
-        *((PROMPTS, x, False) for x in ({"batch_invariant": True}, {"split": False})),
-        *((replace(PROMPTS, H=32, HV=32), x, True) for x in ({"batch_invariant": True}, {"split": False})),
+        *((PROMPTS, x, False) for x in INVARIANT),
+        *((MANY_HEADS, x, True) for x in INVARIANT),
     ],
 )
 def test_batches_of_short_sequences_take_one_launch(case: Case, options: dict, once: bool):
-    launches, _ = launched(meta_call(case, BF16) | options)
+    known = {} if case.lengths is None else {"cu_seqlens_cpu": torch.tensor([0, *case.lengths]).cumsum(0).int()}
+    launches, _ = launched(meta_call(case, BF16) | known | options)
     assert ([x.kernel.__name__ for x in launches] == ["short_kernel"]) == once
 
 

@@ -16,7 +16,7 @@ from ...problem.problem import (
     Tensors,
     WyTensors,
 )
-from ...program.launch import Launch, capability, sm_count
+from ...program.launch import Launch, capability
 from ...program.plan import Outputs, Plan, Step, new_outputs
 from ...program.workspace import in_slots
 from ..stages import backward_pass
@@ -85,23 +85,22 @@ def may_go_in_steps(problem: ChunkProblem) -> bool:
     return plain and problem.g_dtype == torch.bfloat16 and problem.l2norm
 
 
-SHORT = 2
-"""Chunks of sequences that `short` is for."""
-
-SHORT_PER_SM = 2
-"""Sequences and heads of each SM from which its launch fills the GPU."""
+SHORT_TILES = 256
+"""Sequences times value heads from which `short` was faster than two launches, with sequences of one chunk, and with two if
+heads are so few that calls keep whole chunks. 200 sequences of 40 tokens with 16 heads take 169 us instead of 335, 64 of 100
+83 instead of 100 with 8, but 254 instead of 246 with 32 (benchmarks/results/tuning/short-h200.json)."""
 
 
 def in_one_launch(problem: ChunkProblem, device: torch.device) -> bool:
-    """Says whether `short` does the call. It is right for any lengths; those that the host does not know it takes to be alike.
+    """Says whether `short` does the call: where the host knows that no sequence is long, though it is right for any lengths.
     Its steps have other bits than the chunks of calls with few heads, which do without it where bits are a sequence's own."""
-    tokens = problem.T // max(problem.N, 1) if problem.packed else problem.T
-    chunks = problem.longest_chunks or -(-tokens // TILE)
-    full = SHORT_PER_SM * sm_count(device) <= problem.N * problem.HV
+    longest = problem.longest_chunks if problem.packed else -(-problem.T // TILE)
+    most = 1 if STEPS_FROM[problem.K, False] <= problem.HV else 2
+    fits = problem.K == problem.V == 128 and 0 < longest <= most and SHORT_TILES <= problem.N * problem.HV
     plain = problem.ranks == 1 and problem.checkpoints == 0 and problem.checkpoint_every == 0 and problem.safe_gate
     free = problem.split == AUTO and not problem.batch_invariant
     same = free or in_steps(problem, room(problem, device))
-    return full and chunks <= SHORT and plain and may_go_in_steps(problem) and same
+    return fits and plain and may_go_in_steps(problem) and same
 
 
 def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:

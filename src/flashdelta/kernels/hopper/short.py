@@ -1,5 +1,6 @@
-"""`prepare` and `recurrence` in one launch, for batches of short sequences with bounded gates: a CTA has a (sequence, value
-head), and a chunk's tiles never leave its shared memory. The bits are those of `prepare_steps` and `recurrence`.
+"""`prepare` and `recurrence` in one launch, for batches of short sequences with bounded gates and K = V = 128: a CTA has a
+(sequence, value head), and a chunk's tiles never leave its shared memory. The bits are those of `prepare_steps` and
+`recurrence`.
 
 Sequences may have any length, but a CTA does one chunk after the other, without overlap: other CTAs of the SM must fill it.
 """
@@ -19,7 +20,7 @@ from ...program.plan import Outputs, Step
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.backward_pass import StageSet
 from ..stages.launch import state_arguments
-from .device.compat import aggregate, barrier, reinterpret
+from .device.compat import barrier, reinterpret
 from .device.layouts import ACC, ACC_HALF, BV, LEFT, ROWS, C, as_left, beside, store_transposed
 from .device.math import beta_value, exp2, gate_bias, gate_unit, mma, mma_first, token_offset, wide
 from .device.portable import decay_rate, locate, sequence_slot
@@ -38,44 +39,15 @@ from .prepare_steps import (
     store_norms,
     weigh_keys,
 )
-from .recurrence import rows_of_step
-
-
-@aggregate
-class Chunk:
-    """A chunk in shared memory, by the names that `recurrence` has for a stage of its ring: tiles -w, qa, kb, and `inverse`
-    beside `Aqk`; four decays of each channel."""
-
-    keys: gl.shared_memory_descriptor
-    queries: gl.shared_memory_descriptor
-    right: gl.shared_memory_descriptor
-    place: gl.shared_memory_descriptor
-    decay: gl.shared_memory_descriptor
-    KH: gl.constexpr
-
-    @gluon.jit
-    def tile(self, stage, i: gl.constexpr):
-        if i < 3 * self.KH:
-            operand = self.keys if i < self.KH else self.queries if i < 2 * self.KH else self.right
-            tile = reinterpret(operand, gl.bfloat16, [self.KH, 64, 64], TILE).index(i % self.KH)
-        else:
-            tile = self.place
-        return tile
-
-    @gluon.jit
-    def decays(self, stage, half: gl.constexpr, layout: gl.constexpr):
-        return self.decay.slice(64 * half, 64).load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
 def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, count, scale, lower_bound, GATE, BETA):
-    """Leaves the chunk's tiles and decays, and v, `[slices * 64, 64]`."""
-    keys, queries, right = chunk.keys, chunk.queries, chunk.right
-    KH: gl.constexpr = chunk.KH
-    LAYOUT: gl.constexpr = part_layout(KH)
+    """Leaves the chunk's tiles and decays, and v, `[128, 64]` by slices."""
+    keys, queries, right, place, decay = chunk
     biases = 0.0
     if dt_bias is not None:
-        bias = load_bias(dt_bias, head, KH * 64)
+        bias = load_bias(dt_bias, head, 128)
     betas, g_s = start_copies(rows, tokens, count, keys, queries, right, True)
     copy_tokens(v_s, v, v_token, count, 64)
     async_copy.commit_group()
@@ -90,34 +62,26 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
     beta_s.store(gl.where(row < count, beta_value(betas, BETA), 0.0))
     if dt_bias is not None:
         # where decays will be: there is room for three CTAs, and no more
-        bias_s = reinterpret(chunk.decay, gl.float32, [KH * 64], FLAT)
+        bias_s = reinterpret(decay, gl.float32, [128], FLAT)
         bias_s.store(gate_bias(bias, rate, GATE))
-        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-        biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, None, :]
+        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, part_layout(2))))
+        biases = bias_s.reshape([2, 64]).load(columns_l)[:, None, None, None, :]
     async_copy.wait_group(1)
     store_norms(keys, queries, norm_k_s, norm_q_s, scale)
     before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
+    after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
     # `[half, step, part, channel]`
-    decay_s = chunk.decay.reshape([2, 2, KH, 64]).permute((2, 0, 1, 3))
-    if KH == 2:
-        after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
-        decay_s.slice(0, 1, 2).store(exp2(middle))
-        decay_s.slice(1, 1, 2).store(exp2(rest))
-        parts = before - middle[:, :, :, None, :], after
-    else:
-        decay_s.store(exp2(middle))
-        part_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, middle.type.layout)))
-        at_part = gl.arange(0, 2, layout=part_l)[None, None, :, None]
-        parts = (before - gl.where(at_part == 0, middle, 0.0)[:, :, :, None, :],)
-    decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, True)
+    decay = decay.reshape([2, 2, 2, 64]).permute((2, 0, 1, 3))
+    decay.slice(0, 1, 2).store(exp2(middle))
+    decay.slice(1, 1, 2).store(exp2(rest))
+    decayed_parts(keys, queries, right, norm_k_s, norm_q_s, (before - middle[:, :, :, None, :], after), False)
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     A, Aqk = products(keys, queries, right, zero)
     # anew: there are no registers for it before
     minus_A, Aqk = masked_pairs(A, Aqk, beta_s.load(gl.SliceLayout(1, ACC_HALF)), row[:, None])
-    X = block_inverses(minus_A, reinterpret(chunk.place, gl.float32, [64, 16], SQUARE))
+    X = block_inverses(minus_A, reinterpret(place, gl.float32, [64, 16], SQUARE))
     async_copy.wait_group(0)
-    X_s = reinterpret(chunk.place, gl.float32, [64, 32], STEP)
-    weigh_keys(X, Aqk, keys, X_s, beta_s, chunk.place, row[:, None], zero)
+    weigh_keys(X, Aqk, keys, reinterpret(place, gl.float32, [64, 32], STEP), beta_s, place, row[:, None], zero)
 
 
 @gluon.jit
@@ -137,51 +101,51 @@ def state_pointers(states, half: gl.constexpr, K, V, V_FIRST):
 
 @gluon.jit
 def load_slice(states, K, V, V_FIRST):
-    """A slice's state by halves of the keys; the second is zero if there is only one."""
+    """A slice's state by halves of the keys."""
     state0 = gl.load(state_pointers(states, 0, K, V, V_FIRST)).to(gl.float32).reshape([64, 64])
     state0 = gl.convert_layout(state0, ACC, assert_trivial=True)
-    state1 = gl.zeros((64, 64), gl.float32, layout=ACC)
-    if K == 128:
-        state1 = gl.load(state_pointers(states, 1, K, V, V_FIRST)).to(gl.float32).reshape([64, 64])
-        state1 = gl.convert_layout(state1, ACC, assert_trivial=True)
-    return state0, state1
+    state1 = gl.load(state_pointers(states, 1, K, V, V_FIRST)).to(gl.float32).reshape([64, 64])
+    return state0, gl.convert_layout(state1, ACC, assert_trivial=True)
 
 
 @gluon.jit
 def store_slice(states, state0, state1, K, V, V_FIRST):
     gl.store(state_pointers(states, 0, K, V, V_FIRST), state0.reshape([64, 8, 8]).to(states.dtype.element_ty))
-    if K == 128:
-        gl.store(state_pointers(states, 1, K, V, V_FIRST), state1.reshape([64, 8, 8]).to(states.dtype.element_ty))
+    gl.store(state_pointers(states, 1, K, V, V_FIRST), state1.reshape([64, 8, 8]).to(states.dtype.element_ty))
 
 
 @gluon.jit
-def step(chunk, i: gl.constexpr, state0, state1, v_s, KH):
+def decayed_state(state, decay, i: gl.constexpr):
+    return state * decay.slice(64 * i, 64).load(gl.SliceLayout(0, ACC))[None, :]
+
+
+@gluon.jit
+def step(chunk, i: gl.constexpr, state0, state1, v_s):
     """Step `i` of `recurrence`: the states after it, and `o^T [64, 32]` in bf16. One half of the keys after the other, so that
     their operands have the same registers."""
+    keys, queries, right, place, decay = chunk
+    ROW: gl.constexpr = 32 * i
     zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
-    pairs = rows_of_step(chunk, 0, 3 * KH, i)
-    v_t = v_s.slice(32 * i, 32).permute((1, 0)).load(LEFT)
+    pairs = place.slice(ROW, 32)
+    v_t = v_s.slice(ROW, 32).permute((1, 0)).load(LEFT)
     v_new = mma_first(v_t, pairs.slice(0, 32, 1).permute((1, 0)), zero)
-    state0 = state0 * chunk.decays(0, 2 * KH * i, ACC)
+    state0 = decayed_state(state0, decay, 4 * i)
     left = as_left(state0)
-    v_new = mma(left, rows_of_step(chunk, 0, 0, i).permute((1, 0)), v_new)
-    out = mma_first(left, rows_of_step(chunk, 0, KH, i).permute((1, 0)), zero)
+    v_new = mma(left, keys.slice(ROW, 32).permute((1, 0)), v_new)
+    out = mma_first(left, queries.slice(ROW, 32).permute((1, 0)), zero)
     v_new, out, left, v_t = warpgroup_mma_wait(0, deps=[v_new, out, left, v_t])
-    if KH == 2:
-        state1 = state1 * chunk.decays(0, 2 * KH * i + 1, ACC)
-        left = as_left(state1)
-        v_new = mma(left, rows_of_step(chunk, 0, 1, i).permute((1, 0)), v_new)
-        out = mma(left, rows_of_step(chunk, 0, KH + 1, i).permute((1, 0)), out)
-        v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
+    state1 = decayed_state(state1, decay, 4 * i + 1)
+    left = as_left(state1)
+    v_new = mma(left, keys.slice(64 + ROW, 32).permute((1, 0)), v_new)
+    out = mma(left, queries.slice(64 + ROW, 32).permute((1, 0)), out)
+    v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
     left = as_left(v_new)
-    state0 = mma(left, rows_of_step(chunk, 0, 2 * KH, i), state0)
+    state0 = mma(left, right.slice(ROW, 32), state0)
     out = mma(left, pairs.slice(32, 32, 1).permute((1, 0)), out)
-    if KH == 2:
-        state1 = mma(left, rows_of_step(chunk, 0, 2 * KH + 1, i), state1)
+    state1 = mma(left, right.slice(64 + ROW, 32), state1)
     state0, state1, out, left = warpgroup_mma_wait(0, deps=[state0, state1, out, left])
-    state0 = state0 * chunk.decays(0, 2 * KH * i + KH, ACC)
-    if KH == 2:
-        state1 = state1 * chunk.decays(0, 2 * KH * i + KH + 1, ACC)
+    state0 = decayed_state(state0, decay, 4 * i + 2)
+    state1 = decayed_state(state1, decay, 4 * i + 3)
     return state0, state1, out.to(gl.bfloat16)
 
 
@@ -203,8 +167,6 @@ def short_kernel(
         for each chunk:  g, k, q, v --> `prepare_steps` --> -w, qa, kb, inverse | Aqk, decay    (shared memory)
             for each slice:  S --> two steps as in `recurrence` --> o, S
     """
-    KH: gl.constexpr = K // 64
-    SLICES: gl.constexpr = V // BV
     _, head, n, batch, begin, end = locate(cu_seqlens, T, HV, 1)
     rate = decay_rate(A_log, head, volatile=True)
     own, read, stored = sequence_slot(
@@ -218,17 +180,17 @@ def short_kernel(
     NEXT: gl.constexpr = BV * K if V_FIRST else BV
     in_states = own * state_pitch + head * (K * V)
 
-    keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
-    right = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    right = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
     place = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    decay = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
+    decay = gl.allocate_shared_memory(gl.float32, [512], FLAT)
     # a slice's v, then its output
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [SLICES * 64, 64], TILE)
-    chunk = Chunk(keys, queries, right, place, decay, KH)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    chunk = (keys, queries, right, place, decay)
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     if (length == 0) & (stored != 0):
-        for s in range(SLICES):
+        for s in range(2):
             state0, state1 = zero, zero
             if read != 0:
                 state0, state1 = load_slice(initial_state + (in_states + s * NEXT), K, V, V_FIRST)
@@ -247,16 +209,16 @@ def short_kernel(
         prepare_chunk(
             *(chunk, rows, tokens, v_s, v_rows, v_token, dt_bias, head, rate, count, scale, lower_bound, GATE, BETA)
         )
-        for s in tl.range(0, SLICES, disable_licm=True):
-            slice_s = reinterpret(v_s, gl.bfloat16, [SLICES, 64, 64], TILE).index(s)
+        for s in tl.range(0, 2, disable_licm=True):
+            slice_s = reinterpret(v_s, gl.bfloat16, [2, 64, 64], TILE).index(s)
             carried = carry + (gl.program_id(0).to(gl.int64) * (K * V) + s * (BV * K))
             state0, state1 = zero, zero
             if first > 0:
                 state0, state1 = load_slice(carried, K, V, True)
             elif read != 0:
                 state0, state1 = load_slice(initial_state + (in_states + s * NEXT), K, V, V_FIRST)
-            state0, state1, out0 = step(chunk, 0, state0, state1, slice_s, KH)
-            state0, state1, out1 = step(chunk, 1, state0, state1, slice_s, KH)
+            state0, state1, out0 = step(chunk, 0, state0, state1, slice_s)
+            state0, state1, out1 = step(chunk, 1, state0, state1, slice_s)
             if first + C < length:
                 store_slice(carried, state0, state1, K, V, True)
             elif stored != 0:
