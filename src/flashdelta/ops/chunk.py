@@ -121,7 +121,8 @@ def chunk_kda(
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
             pool must agree (`recurrent_kda` has V first by default).
         cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length. If no
-            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too.
+            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too; if all
+            are short, `hopper` takes one launch. Both are right for any lengths of a replay.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
             In q's dtype or float32 (docs/numerics.md says what float16 can't hold).
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
