@@ -54,9 +54,10 @@ def prefill(row: Row, setup: Setup) -> Work:
     cudnn = contenders.cudnn_prefills(setup.peers.get("cudnn", "not asked for"), call, case)
     made |= {name: peer(bound) for name, bound in cudnn.items()}
     if row.table == "split":
-        offsets = call.get("cu_seqlens")
         made |= {"whole": ours(split=False)}
-        made |= {"cu_seqlens_cpu": ours(cu_seqlens_cpu=offsets.cpu())} if offsets is not None else {}
+    if case.lengths and (row.table == "split" or max(case.lengths) <= 128):
+        # where it decides which kernels a call has
+        made |= {"cu_seqlens_cpu": ours(cu_seqlens_cpu=call["cu_seqlens"].cpu())}
     chosen = fd.explain(fd.chunk_kda, **call, backend=setup.backend)
     facts = {"backend": chosen.chosen} | ({} if chosen.segments is None else {"segments": chosen.segments})
     return Work(made, functools.partial(gate.errors, want, ("o", "state")), facts)

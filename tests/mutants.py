@@ -102,6 +102,10 @@ MUTANTS = {
         ("program/workspace.py", "memory.take(x) for role", "memory.take(x.clone()) for role"),
         ("runtime/autograd.py", "{name: x.contiguous() for", "{name: x for"),
     ],
+    "gluon/test_short.py": [
+        ("kernels/hopper/short.py", "if first > 0:", "if first > C:"),
+        ("kernels/hopper/short.py", "async_copy.wait_group(0)", "pass"),
+    ],
     "gluon/test_smoke.py": [
         ("kernels/hopper/decode.py", "wait_group(TILES - 1 - i)", "wait_group(TILES - i)"),
         ("kernels/hopper/intra.py", "sum_left + sum_right + same * qn", "sum_left - sum_right + same * qn"),
@@ -176,6 +180,8 @@ MUTANTS = {
     ],
     "unit/test_hopper_choice.py": [
         ("backends.py", "if capability[0] != 9:", "if capability[0] < 9:"),
+        ("kernels/hopper/build.py", "same = free or", "same = True or"),
+        ("kernels/hopper/build.py", "and 0 < longest", "and 0 <= longest"),
         ("program/workspace.py", "self._next(offset if offset % size == 0 else size)", "self._next()"),
     ],
     "unit/test_gloo.py::test_what_one_rank_refuses_the_others_hear": [

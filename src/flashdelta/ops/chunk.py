@@ -78,8 +78,8 @@ def chunk_kda(
     the buffers `out`, `final_state` and `checkpoint_states` are written, nothing else is; they take part in no transform of
     `torch.func`. On a CPU values are checked as FLASHDELTA_CHECK=1 checks them, but for decays. States may also be float64
     where q is. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a split (see
-    `split`). A call with gradients, or with g in float32, may differ in rounding from one without, as the backend `hopper` has
-    forms of its kernels for each.
+    `split`) and for whether all sequences are short, both of which `batch_invariant` rules out. A call with gradients, or
+    with g in float32, may differ in rounding from one without, as the backend `hopper` has forms of its kernels for each.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -121,7 +121,8 @@ def chunk_kda(
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
             pool must agree (`recurrent_kda` has V first by default).
         cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length. If no
-            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too.
+            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too; if all
+            are short, `hopper` takes one launch. Both are right for any lengths of a replay.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
             In q's dtype or float32 (docs/numerics.md says what float16 can't hold).
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
@@ -150,7 +151,7 @@ def chunk_kda(
             sequences need at most `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer
             than `B ceil(T / n)` are refused.
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
-            ranks also on where these cut it.
+            ranks also on where these cut it. Few heads then do without the kernel for batches of short sequences.
 
     Other Parameters: For training at the limits, several GPUs and FLA's names:
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.

@@ -221,6 +221,8 @@ class Calls:
             yield call
             if self.kind == "chunk":
                 yield call | {"batch_invariant": True}
+                if packed and LENGTHS[0] == T:
+                    yield call | {"cu_seqlens_cpu": T * torch.arange(N + 1, dtype=self.dtypes["cu_seqlens_dtype"])}
 
     def sizes(self, packed: bool, drafts: str) -> Iterable[tuple[int, int, int]]:
         """Sequences, tokens of each, heads."""
