@@ -222,7 +222,7 @@ MUTANTS = {
         ("program/workspace.py", "return slot, address - self.begins[slot]", "return slot, 0"),
         ("program/workspace.py", "if not x.is_meta or not 0 <= slot < len(self.begins):", "if False:"),
         ("program/launch.py", "found += x.dtype, x.data_ptr() % 16", "found += x.dtype, 0"),
-        ("program/workspace.py", "[-(-n // ALIGNMENT) * ALIGNMENT for n in exact]", "[*exact]"),
+        ("program/workspace.py", "address += -(-x.nbytes // ALIGNMENT) * ALIGNMENT", "address += x.nbytes"),
         ("runtime/call.py", "count_writes(tensors, entry.writes)", "pass"),
         ("runtime/autograd.py", "found[role] = found[role].view(x.shape)", "pass"),
         ("runtime/autograd.py", '"backward", next(_serials)', '"backward", 0'),
