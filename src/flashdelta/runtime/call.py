@@ -123,10 +123,10 @@ class Dispatcher:
 
     def family(self, given: Mapping[str, Any], key: Key) -> Key:
         """All that the rules ask of a call, but its number of tokens. None for a call of which they may ask more."""
-        by_token, lengths = self.operation.by_token, set[int]()
+        by_token = self.operation.by_token
         if key is None or not by_token or any([given[name] is not None for name in self.operation.ask_length]):
             return None
-        found = [*key[:3], *map(type, key[1])]
+        found, lengths = [*key[:3], *map(type, key[1])], set[int]()
         for name in self.tensors:
             x = given[name]
             if x is None or name not in by_token:
