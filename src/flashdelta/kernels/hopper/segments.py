@@ -432,7 +432,7 @@ def _transitions(call: StageCall, where: dict[str, Any], final_state: Tensor | N
     )
     return Launch(
         transitions_kernel,
-        ctas((problem.K + problem.V) // TILE, t.v.device),
+        ctas((problem.K + problem.V) // TILE, t.device),
         *bind_div8(transitions_kernel, problem, t, own),
         num_warps=4,
         overlaps=True,
