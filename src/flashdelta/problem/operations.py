@@ -41,9 +41,7 @@ from .problem import (
     NullIndex,
     Precision,
     PrefillGate,
-    Problem,
     StepProblem,
-    Tensors,
     WyProblem,
     is_record,
     problem_of,
@@ -719,21 +717,14 @@ class Operation:
         c = Arguments(given, self.called, dry)
         problem, t = self.validate(c)
         check_gradients(c, self.no_gradients)
-        self.check_contents(problem, t, given, c.tensors, dry)
+        self.check_contents((problem, t), given, c.tensors, dry)
         return problem, t
 
-    def check_contents(
-        self,
-        problem: Problem,
-        t: Tensors,
-        given: Mapping[str, Any],
-        tensors: Mapping[str, Tensor | None],
-        dry: bool = False,
-    ) -> None:
+    def check_contents(self, made: Made, given: Mapping[str, Any], tensors: Mapping[str, Any], dry: bool) -> None:
         """Checks what no shape tells: where the tensors lie, and their values."""
         self.check_overlaps(tensors)
-        if device_checks.due(t, dry):
-            device_checks.check(problem, t, self.name_of, given.get("cu_seqlens_cpu"))
+        if device_checks.due(made[1], dry):
+            device_checks.check(*made, self.name_of, given.get("cu_seqlens_cpu"))
 
     def check_overlaps(self, tensors: Mapping[str, Tensor | None]) -> None:
         """Refuses a tensor to be written that shares memory with another argument."""

@@ -158,7 +158,7 @@ class Dispatcher:
             present[role] = x if role in by_token or x.shape == shape else x.view(shape)
         tensors = FAMILIES[type(problem)]
         problem, t = replaced(problem, T=T), record(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
-        self.operation.check_contents(problem, t, given, {name: given[name] for name in self.tensors}, dry)
+        self.operation.check_contents((problem, t), given, {name: given[name] for name in self.tensors}, dry)
         return problem, t
 
     def check(
