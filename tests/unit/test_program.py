@@ -23,6 +23,7 @@ from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, METADATA, Launch, _specialization
 from flashdelta.program.plan import Outputs, Plan
 from flashdelta.program.workspace import Workspace, in_slots
+from flashdelta.runtime.call import CALLS
 
 from ..support.cases import BF16, BY_NAME, Case
 from ..support.decoding import BY_NAME as STEPS
@@ -316,6 +317,46 @@ def test_a_new_length_enters_few_functions(pretended: Started):
     fd.chunk_kda(**other, backend="triton")
     sys.setprofile(None)
     assert pretended and all(pretended.anew()) and len(entered) < MOST_ENTERED, len(entered)
+
+
+LENGTHS: dict[str, Callable[[], dict]] = {
+    "buffered": buffered,
+    "pool": lambda: pool_call(PLAIN_POOLS[0], BF16),
+    "parameters": lambda: make_call(replace(BY_NAME["softplus_broad"], h=False), BF16),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_another_length_is_checked_as_any_call(name: str, pretended: Started, monkeypatch: pytest.MonkeyPatch):
+    """A dispatcher that knows the family finds the same problem, tensors and faults as one that knows none."""
+    dispatcher, call = CALLS[fd.chunk_kda], LENGTHS[name]() | {"backend": "triton"}
+    monkeypatch.setattr(dispatcher, "validated", {})
+    tokens = dispatcher.operation.by_token
+    for T in (64, 16):
+        given = dispatcher.named((), {x: y[:, :T].clone() if x in tokens else y for x, y in call.items()}) | {
+            "border": None
+        }
+        given["cu_seqlens"] = None if given["cu_seqlens"] is None else given["cu_seqlens"].clamp(max=T)
+        tensors, options = (tuple(map(given.get, names)) for names in (dispatcher.tensors, dispatcher.options))
+        key = LaunchCache().find("chunk", tensors, options)[1]
+        (problem, t), want = dispatcher.validate(given, False, key), dispatcher.operation.check(given)
+        assert problem == want[0] and problem.T == T and t.present().keys() == want[1].present().keys()
+        for role, x in t.present().items():
+            other = getattr(want[1], role)
+            assert (x.shape, x.stride(), x.data_ptr()) == (other.shape, other.stride(), other.data_ptr())
+    assert len(dispatcher.validated) == 1
+    faults = {
+        "k": given["k"][:, :8].clone(),
+        "v": given["v"].float(),
+        "g": given["g"][..., :16].clone(),
+        "q": given["q"][0],
+    }
+    for fault in faults.items():
+        with pytest.raises((ValueError, TypeError)) as found:
+            fd.chunk_kda(**call | {x: given[x] for x in ("cu_seqlens", *tokens)} | dict([fault]))
+        with pytest.raises(found.type) as want_error:
+            dispatcher.operation.check(given | dict([fault]))
+        assert str(found.value) == str(want_error.value)
 
 
 def test_backward_passes_of_other_calls_are_worked_out_anew(pretended: Started):

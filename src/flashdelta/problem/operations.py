@@ -677,6 +677,8 @@ class Operation:
     `called`: the caller's names of roles, where they differ. `may_write`: the tensors that a call may write, by the caller's
     names; `reads`: those of them that a given call leaves alone. `may_share`: pairs that may lie interleaved in one buffer.
     `rows`: the argument whose rows hold q, k and v, where they are not passed. `no_gradients`: why it has none, if so.
+    `by_token`: tensors `[B, T, ...]`, of which the rules ask no more than that T is the same for all, and contiguous ones of
+    other lengths lie alike; unless there is one of `ask_length`.
     """
 
     name: str
@@ -687,6 +689,8 @@ class Operation:
     may_share: tuple[str, str] = ("", "")
     rows: str = ""
     no_gradients: str | None = None
+    by_token: tuple[str, ...] = ()
+    ask_length: tuple[str, ...] = ()
 
     def name_of(self, role: str) -> str:
         return self.called.get(role, role)
@@ -713,10 +717,14 @@ class Operation:
         c = Arguments(given, self.called, dry)
         problem, t = self.validate(c)
         check_gradients(c, self.no_gradients)
-        self.check_overlaps(c.tensors)
-        if device_checks.due(t, dry):
-            device_checks.check(problem, t, self.name_of, given.get("cu_seqlens_cpu"))
+        self.check_contents((problem, t), given, c.tensors, dry)
         return problem, t
+
+    def check_contents(self, made: Made, given: Mapping[str, Any], tensors: Mapping[str, Any], dry: bool) -> None:
+        """Checks what no shape tells: where the tensors lie, and their values."""
+        self.check_overlaps(tensors)
+        if device_checks.due(made[1], dry):
+            device_checks.check(*made, self.name_of, given.get("cu_seqlens_cpu"))
 
     def check_overlaps(self, tensors: Mapping[str, Tensor | None]) -> None:
         """Refuses a tensor to be written that shares memory with another argument."""
@@ -731,7 +739,13 @@ class Operation:
 
 WRITTEN = ("out", "final_state", "checkpoint_states", "state_pool")
 
-CHUNK = Operation("chunk", validate_chunk, WRITTEN)
+CHUNK = Operation(
+    "chunk",
+    validate_chunk,
+    WRITTEN,
+    by_token=("q", "k", "v", "g", "beta", "out"),
+    ask_length=("cu_seqlens_cpu", "checkpoint_every", "cp_context", "group"),
+)
 RECURRENT = Operation("recurrent", validate_recurrent, ("out", "final_state", "state_pool"))
 DECODE = Operation(
     "decode",

@@ -30,17 +30,14 @@ with torch.inference_mode():  # views of others count their versions, which take
     _typed_slots = functools.cache(torch.empty(1 << 62, dtype=torch.uint8, device="meta").view)
 
 
-def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype, strides: Shape | None = None) -> Tensor:
+@functools.lru_cache(4096)  # calls that differ in their lengths have parameters, pools and indices in the same places
+def tensor_at(address: int, shape: Shape, dtype: torch.dtype, strides: Shape | None = None) -> Tensor:
     """A tensor in slots, by default a dense one."""
     if strides is None:
         count, strides = 1, ()
         for n in reversed(shape):
             count, strides = count * max(n, 1), (count, *strides)
     return _typed_slots(dtype).as_strided(shape, strides, address // dtype.itemsize)
-
-
-given_at = functools.lru_cache(4096)(tensor_at)
-"""Calls that differ in their lengths have parameters, pools and indices in the same places."""
 
 
 class Slots:
@@ -63,11 +60,11 @@ class Slots:
     def take(self, x: Tensor) -> Tensor:
         """A tensor of the call in its slot, where its address is a multiple of 16 if its own is."""
         offset, size = x.data_ptr() % ALIGNMENT, x.dtype.itemsize
-        return given_at(self._next(offset if offset % size == 0 else size), x.shape, x.dtype, x.stride())
+        return tensor_at(self._next(offset if offset % size == 0 else size), x.shape, x.dtype, x.stride())
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """An output or scratch, in a slot of its own."""
-        x = tensor_at(self._next(), shape, dtype)
+        x = tensor_at(self._next(), tuple(shape), dtype)
         self.sizes[-1] = x.nbytes
         if zeroed:
             self.zeroed.add(len(self.sizes) - 1)

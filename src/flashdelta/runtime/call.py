@@ -17,12 +17,15 @@ from ..parallel.checks import broadcast_errors, check_call_of_ranks
 from ..problem.arguments import is_plain, is_wrapped, refuse_transforms
 from ..problem.errors import wrong
 from ..problem.operations import Operation
-from ..problem.problem import ChunkProblem, Problem, Tensors, Written
+from ..problem.problem import FAMILIES, ChunkProblem, Problem, Tensors, Written, record, replaced
 from ..problem.split import known_lengths
 from ..program.cache import Entry, Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
 
 CACHE = LaunchCache()
+
+MOST_FAMILIES = 1024
+"""Kinds of calls, apart from their numbers of tokens, of which a dispatcher knows that they keep the rules."""
 
 CALLS: dict[Callable[..., Any], Dispatcher] = {}
 """Dispatchers by public function."""
@@ -56,6 +59,8 @@ class Dispatcher:
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         self.place = place = {name: i for i, name in enumerate(self.tensors)}
+        self.validated: dict[tuple, tuple[Problem, dict[str, torch.Size]]] = {}
+        """By family: the problem of a call that was validated, and the shapes of its tensors by role."""
         self.pairs = [(place[x], [place[other] for other in others]) for x, others in operation.overlaps(self.tensors)]
 
         CALLS[function] = self
@@ -72,7 +77,7 @@ class Dispatcher:
     def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
         for_kernel = isinstance(given["backend"], str) and given["backend"] == backends.KERNEL
-        problem, t, backend = self.check_for_kernel(given, key) if for_kernel else self.check_on_all_ranks(given)
+        problem, t, backend = (self.check_for_kernel if for_kernel else self.check_on_all_ranks)(given, key)
         tracing = torch.compiler.is_compiling()
         inside = not tracing and is_transformed()
         if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
@@ -116,10 +121,52 @@ class Dispatcher:
         """Places of the tensors that the call writes."""
         return [self.place[name] for name in self.operation.written(given)]
 
-    def check(self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None) -> Checked:
+    def family(self, given: Mapping[str, Any], key: Key) -> Key:
+        """All that the rules ask of a call, but its number of tokens. None for a call of which they may ask more."""
+        by_token = self.operation.by_token
+        if key is None or not by_token or any([given[name] is not None for name in self.operation.ask_length]):
+            return None
+        found, lengths = [*key[:3], *map(type, key[1])], set[int]()
+        for name in self.tensors:
+            x = given[name]
+            if x is None or name not in by_token:
+                found.append(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad))
+            elif x.dim() > 1 and x.is_contiguous():
+                B, T, *others = x.shape
+                lengths.add(T)
+                found.append((B, *others, x.dtype, x.get_device(), x.requires_grad))
+            else:
+                return None
+        return tuple(found) if len(lengths) == 1 else None
+
+    def validate(self, given: Mapping[str, Any], dry: bool, key: Key) -> tuple[Problem, Tensors]:
+        """`Operation.check`, once for each family: its other calls have the first one's problem, but for T."""
+        family = self.family(given, key)
+        if family is None:
+            return self.operation.check(given, dry=dry)
+        known = self.validated.get(family)
+        if known is None:
+            problem, t = self.operation.check(given, dry=dry)
+            if len(self.validated) >= MOST_FAMILIES:
+                self.validated.clear()
+            self.validated[family] = problem, {role: x.shape for role, x in t.present().items()}
+            return problem, t
+        problem, shapes = known
+        by_token, T, present = self.operation.by_token, given[self.operation.by_token[0]].shape[1], dict[str, Tensor]()
+        for role, shape in shapes.items():
+            x = given[role]
+            present[role] = x if role in by_token or x.shape == shape else x.view(shape)
+        tensors = FAMILIES[type(problem)]
+        problem, t = replaced(problem, T=T), record(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
+        self.operation.check_contents((problem, t), given, {name: given[name] for name in self.tensors}, dry)
+        return problem, t
+
+    def check(
+        self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None, key: Key = None
+    ) -> Checked:
         """Validates the arguments, and chooses the backend: for `device`, or where the tensors are. `dry`: as in
-        `Operation.check`."""
-        problem, t = self.operation.check(given, dry=dry)
+        `Operation.check`. `key`: of the launch cache."""
+        problem, t = self.validate(given, dry, key)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
             self.check_transforms(problem, t, given, backend.name == "reference")
@@ -132,7 +179,7 @@ class Dispatcher:
             NoKernel: with the reason.
         """
         try:
-            return self.check_on_all_ranks(given)
+            return self.check_on_all_ranks(given, key)
         except Exception as refusal:
             self.remember_refusal(str(refusal), given, key)
             raise NoKernel(str(refusal)) from refusal
@@ -166,10 +213,10 @@ class Dispatcher:
             return str(refusal)
         return None
 
-    def check_on_all_ranks(self, given: Mapping[str, Any]) -> Checked:
+    def check_on_all_ranks(self, given: Mapping[str, Any], key: Key = None) -> Checked:
         context = given.get("cp_context")
         with broadcast_errors(context, given.get("group")):
-            problem, t, backend = self.check(given)
+            problem, t, backend = self.check(given, key=key)
         if isinstance(problem, ChunkProblem) and problem.ranks > 1:
             check_call_of_ranks(context, problem, backend.name)
         return problem, t, backend

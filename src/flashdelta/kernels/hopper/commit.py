@@ -242,7 +242,7 @@ def commit(problem: CommitProblem, t: CommitTensors, arch: int, outputs: Outputs
         return None
     tokens = 8 if problem.most_tokens <= 8 else 16
     more = problem.most_tokens > tokens
-    slices = slices_a_cta(problem, sm_count(t.state_pool.device))
+    slices = slices_a_cta(problem, sm_count(t.device))
     own = dict(commit_arguments(problem, t), SLICES=slices, TOKENS=tokens, ONE_MORE=more)
     # four CTAs of a slice and up to 8 tokens fit on an SM; three of 17 tokens, with fewer registers in bfloat16, or of a head
     large = slices > 1 or (more and problem.state_dtype == torch.float32)

@@ -217,7 +217,7 @@ def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) ->
         return None
     BV = min(problem.V, 2048 // problem.K)
     ctas = problem.N * problem.HV * (problem.V // BV)
-    first, past = prefetching_ctas(ctas, DECODE_AT_ONCE * sm_count(t.q.device))
+    first, past = prefetching_ctas(ctas, DECODE_AT_ONCE * sm_count(t.device))
     own = dict(
         **step_arguments(problem, t, states, outputs["o"]),
         **dict(BV=BV, IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools, first_ahead=first, past_ahead=past),

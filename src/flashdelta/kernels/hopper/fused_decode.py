@@ -313,7 +313,7 @@ def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs:
     assert t.state_pool is not None
     if not aligned(t.state_pool, 16):
         return None
-    registers, (first, past) = hopper_config(problem, sm_count(t.q.device))
+    registers, (first, past) = hopper_config(problem, sm_count(t.device))
     own = dict(fused_arguments(problem, t, outputs["o"]), first_ahead=first, past_ahead=past)
     c = Config(problem.V // 32, max_registers=registers)
     return [launch(fused_decode_kernel, problem.N * problem.H, problem, t, own, c, overlaps=True)]

@@ -820,7 +820,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     plan = call.workspace["first_segment"] if call.forms_segments else None
     own = dict(
         **call.left("tiles", "decay", "semaphores"),
-        **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.q.device)),
+        **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.device)),
         COSTS=tuple(vars(SPLIT_COSTS).values()),
         **dict(FLAGS=FLAGS, OVERLAPS=plan is not None or overlaps_prepare(call)),
     )

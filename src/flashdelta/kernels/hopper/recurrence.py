@@ -565,7 +565,7 @@ def recurrence(
     """The launch of the recurrence. With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after
     `prepare_steps`."""
     problem, t = call.problem, call.t
-    most = ctas(problem.V // TILE, t.v.device)
+    most = ctas(problem.V // TILE, t.device)
     overlaps = not steps and overlaps_prepare(call)
     fetched = 1 + (2 * problem.K // TILE + 1 if o is None else tiles_of_chunk(problem.K, steps))
     own = dict(

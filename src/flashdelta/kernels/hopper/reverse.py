@@ -233,7 +233,7 @@ def reverse_kernel(
 
 
 def reverse(problem: ChunkProblem, t: ChunkTensors, arch: int, scan: ReverseScan) -> Launch:
-    most, left = ctas(problem.V // TILE, t.q.device), scan.kept.workspace
+    most, left = ctas(problem.V // TILE, t.device), scan.kept.workspace
     own = dict(tiles_d=tiles(left["tiles"]), decay=left["decay"], **scan.arguments(problem, t))
     own["STAGES"] = stages(problem, 3 * problem.K // TILE + 2, beside=1)
     used = most if scan.kept.split and problem.N > 0 else min(work_tiles(problem), most)

@@ -491,6 +491,6 @@ def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) ->
         **step_arguments(problem, t, states, outputs["o"]),
         **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
     )
-    cap = max_registers(problem, tokens, sm_count(t.q.device))
+    cap = max_registers(problem, tokens, sm_count(t.device))
     c = Config(problem.V // 32, max_registers=cap)
     return [launch(verify_kernel, problem.N * problem.HV, problem, t, own, c, overlaps=True)]
