@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -72,6 +73,16 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+FORGOTTEN = gl.constexpr(2.0**-40)
+"""A chunk forgets if the norm of its M is no larger: that is the error, as a part of the state before it."""
+
+
+@gluon.jit
+def larger(x, y):
+    """The larger one, or a NaN."""
+    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
 @aggregate
 class Buffers:
     """Shared memory. What is stored or loaded without a barrier between lies in allocations of its own: the compiler puts a
@@ -89,6 +100,7 @@ class Buffers:
     beta: gl.shared_memory_descriptor
     unit: gl.shared_memory_descriptor
     bias: base_value
+    largest: base_value
     KH: gl.constexpr
 
     @gluon.jit
@@ -123,13 +135,21 @@ class Buffers:
         return reinterpret(self.small, gl.float32, [8, 256], FLAT)
 
     @gluon.jit
+    def store_keys(self, kg, x, h, block: gl.constexpr):
+        """`store_block` of a block's half of kg, and the largest elements of its sub-chunks, to `largest [2 KH, 4]`."""
+        store_block(kg, x)
+        if self.largest is not None:
+            of_channels = gl.reduce(gl.abs(x), 1, larger)
+            self.largest.index(2 * h + block).store(gl.reduce(of_channels, 1, larger))
+
+    @gluon.jit
     def both_totals(self, h):
         """`[2, 4, 64]`: of both blocks."""
         return reinterpret(self.small, gl.float32, [4, 512], FLAT).index(h).reshape([2, 4, 64])
 
 
 @gluon.jit
-def make_buffers(dt_bias, KH):
+def make_buffers(dt_bias, forgets, KH):
     pair0 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     pair1 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     right0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
@@ -147,7 +167,14 @@ def make_buffers(dt_bias, KH):
         bias = gl.allocate_shared_memory(gl.float32, [KH, 64], FLAT)
     else:
         bias: gl.constexpr = None  # type: ignore[no-redef]
-    return Buffers(pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, KH)
+    if forgets is not None:
+        largest = gl.allocate_shared_memory(gl.float32, [2 * KH, 4], FLAT)
+    else:
+        largest: gl.constexpr = None  # type: ignore[no-redef]
+    return Buffers(
+        *(pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, largest),
+        KH,
+    )
 
 
 @gluon.jit
@@ -452,7 +479,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         store_block(qg, qa * from_start[None, None, :])
         # in two factors: each fits in fp32, their product need not
         kb = kb * exp2(whole0 - middle0)[None, None, :]
-        store_block(kg, kb * exp2(whole1)[None, None, :])
+        buffers.store_keys(kg, kb * exp2(whole1)[None, None, :], h, 0)
         moved = (kb * exp2(middle1)[None, None, :]).to(gl.bfloat16)
 
         d = c1 + (before1 - middle1[None, :])[:, None, :]
@@ -465,7 +492,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         from_start = exp2(whole0 + middle1)
         buffers.between.index(h).store(exp2(whole0 - middle0 + middle1))
         store_block(qg + 2048, qa * from_start[None, None, :])
-        store_block(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :])
+        buffers.store_keys(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :], h, 1)
 
     fence_async_shared()
     upper = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
@@ -529,7 +556,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
                 store_pair(pair_s[0].index(h), kn * a, qn * a)
                 store_pair(buffers.rights(0).index(h), kn * b, k_down)
                 store_block(qg, q_up)
-                store_block(kg, k_down * exp2(other)[None, None, :])
+                buffers.store_keys(kg, k_down * exp2(other)[None, None, :], h, 0)
                 gl.store(decay + h * 64 + position(column), exp2(whole + other))
                 buffers.from_start.index(h).store(whole * 0.0 - 1.0)
                 buffers.between.index(h).store(exp2(whole))
@@ -537,7 +564,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
                 store_pair(pair_s[1].index(h), qn * a, kn * a)
                 right_s[1].index(2 * h).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 store_block(qg, q_up * exp2(other)[None, None, :])
-                store_block(kg, k_down)
+                buffers.store_keys(kg, k_down, h, 1)
             fence_async_shared()
             pair = pair_s[block].index(h)
             pair_k = key_s[block].index(2 * h + block).permute((1, 0))
@@ -638,7 +665,7 @@ def inverse(minus_A, buffers):
 @gluon.jit
 def store_w(tiles, high, low, buffers):
     """`-w = -inverse (k exp G)`, with the inverse as `high + low` and `k a` of the pairs: relative to block 1's reference
-    first, then moved to block 0's, then to the chunk's start."""
+    first, then moved to block 0's, then to the chunk's start. Returns the largest elements of its rows."""
     KH: gl.constexpr = buffers.KH
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     high0, high1 = column_halves(high, LEFT)
@@ -655,16 +682,43 @@ def store_w(tiles, high, low, buffers):
     if KH == 2:
         w_right = weighted(high0, low0, buffers.keys(0).index(2), w_right, True)
         w, w_right, high0, low0 = warpgroup_mma_wait(0, deps=[w, w_right, high0, low0])
-        store_tile(tiles + 4096, w_right * buffers.from_start.index(1).load(gl.SliceLayout(0, ACC))[None, :], 0)
+        w_right *= buffers.from_start.index(1).load(gl.SliceLayout(0, ACC))[None, :]
+        store_tile(tiles + 4096, w_right, 0)
     else:
         w, high0, low0 = warpgroup_mma_wait(0, deps=[w, high0, low0])
-    store_tile(tiles, w * buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :], 0)
+    w *= buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :]
+    store_tile(tiles, w, 0)
+    largest = gl.reduce(gl.abs(w), 1, larger)
+    if KH == 2:
+        largest = larger(largest, gl.reduce(gl.abs(w_right), 1, larger))
+    return largest
+
+
+@gluon.jit
+def does_forget(buffers, largest_w):
+    """Whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing:
+
+        |M| = |diag(decay) - kg^T w| <= sum_c decay_c + sum_i |kg_i| |w_i|
+
+    `|w_i|` is at most `sqrt(K)` times the largest element of its row, `|kg_i|` times that of its sub-chunk, and decays are at
+    most those up to the references. Rounding adds less than 1 %."""
+    KH: gl.constexpr = buffers.KH
+    lanes_l: gl.constexpr = gl.BlockedLayout([2 * KH], [32], [4], [0])
+    w = gl.sum(largest_w.reshape([8, 8]), axis=1)
+    largest_s = reinterpret(buffers.largest, gl.float32, [KH, 8], FLAT)
+    kg = largest_s.index(0).load(w.type.layout)
+    if KH == 2:
+        kg = larger(kg, largest_s.index(1).load(w.type.layout))
+    minus_decay = reinterpret(buffers.from_start, gl.float32, [64 * KH], FLAT).load(lanes_l)
+    minus_decay *= reinterpret(buffers.between, gl.float32, [64 * KH], FLAT).load(lanes_l)
+    bound = gl.sum(w * kg, axis=0) * (64 * KH) - gl.sum(minus_decay, axis=0)
+    return bound * 1.01 <= FORGOTTEN
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
-    tiles, decay, semaphores, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    tiles, decay, semaphores, forgets, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
@@ -740,7 +794,7 @@ def prepare_kernel(
     tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K
 
-    buffers = make_buffers(dt_bias, KH)
+    buffers = make_buffers(dt_bias, forgets, KH)
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
@@ -807,7 +861,9 @@ def prepare_kernel(
     high = round_pairs(weights)
     low = (weights - high.to(gl.float32)).to(gl.bfloat16)
     store_tile(tiles + 3 * KH * 4096, high, 0)
-    store_w(tiles, high, low, buffers)
+    largest = store_w(tiles, high, low, buffers)
+    if forgets is not None:
+        gl.store(forgets + tile, does_forget(buffers, largest).to(gl.int32))
 
 
 def grid(problem: ChunkProblem) -> tuple[int, int]:
@@ -821,7 +877,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     ctas, rows = grid(problem)
     plan = call.workspace["first_segment"] if call.forms_segments else None
     own = dict(
-        **call.left("tiles", "decay", "semaphores"),
+        **call.left("tiles", "decay", "semaphores", "forgets"),
         **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.q.device)),
         **dict(FLAGS=FLAGS, COSTS=astuple(SPLIT_COSTS), OVERLAPS=plan is not None or overlaps_prepare(call)),
     )
