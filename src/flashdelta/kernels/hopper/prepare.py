@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,6 +39,7 @@ from .device.math import (
     gate_bias,
     gate_unit,
     high_pair,
+    larger,
     last,
     low_pair,
     mma3,
@@ -75,12 +75,6 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 FORGOTTEN = gl.constexpr(2.0**-40)
 """A chunk forgets if the norm of its M is no larger: that is the error, as a part of the state before it."""
-
-
-@gluon.jit
-def larger(x, y):
-    """The larger one, or a NaN."""
-    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @aggregate

@@ -51,6 +51,8 @@ from .device.math import (
     gate,
     gate_bias,
     gate_unit,
+    larger,
+    larger_pairs,
     log2,
     pick,
     round_pairs,
@@ -62,7 +64,7 @@ from .device.math import (
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, bind_div8, tiles
-from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, pair_norm_factors, running_sums, weighted
+from .prepare import FLAT, FORGOTTEN, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, pair_norm_factors, running_sums, weighted
 
 
 @gluon.constexpr_function
@@ -416,10 +418,40 @@ def step_operands(x):
     return left0, right0, left1, right1
 
 
+@gluon.jit
+def largest_of_rows(tile_s):
+    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[64]`."""
+    KH: gl.constexpr = tile_s.shape[0] // 64
+    words_s = reinterpret(tile_s, gl.int32, [KH, 64, 32], gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32))
+    words_l: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])
+    words = words_s.index(0).load(words_l)
+    if KH == 2:
+        words = larger_pairs(words, words_s.index(1).load(words_l))
+    for _ in gl.static_range(4):
+        first, second = gl.split(words.reshape([64, words.shape[1] // 2, 2]))
+        words = larger_pairs(first, second)
+    low, high = (words & 0x7FFF) << 16, words & 0x7FFF0000
+    return gl.reduce(larger(low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)), 1, larger)
+
+
+@gluon.jit
+def does_forget(decay, products, K):
+    """Whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing: of each
+    step, with `|kb_i| |w_i| <= K products_i`,
+
+        |M| = |diag(exp(G_C - G_m)) (I - kb^T w) diag(exp(G_m))| <= max exp(G_C - G_m) max exp(G_m) (1 + sum_i |kb_i| |w_i|)
+
+    Logarithms, as products would underflow."""
+    decays = gl.load(decay + gl.arange(0, 4 * K, layout=gl.BlockedLayout([K // 32], [32], [4], [0])))
+    bound = gl.sum(log2(gl.reduce(decays.reshape([4, K]), 1, larger)), axis=0)
+    bound += gl.sum(log2(1.0 + K * gl.sum(products.reshape([2, 32]), axis=1)), axis=0)
+    return exp2(bound) * 1.01 <= FORGOTTEN
+
+
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_steps_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
-    tiles_d, decay, semaphores, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
+    tiles_d, decay, semaphores, forgets, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
     group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
@@ -610,6 +642,8 @@ def prepare_steps_kernel(
     if not SAFE:
         zero = gl.zeros((64, 64), gl.float32, layout=ACC)
 
+    if forgets is not None:
+        largest_kb = largest_of_rows(right)
     X = block_inverses(minus_A, blocks_s)
     # the queries and the right operands have left
     tma.store_wait(0)
@@ -647,13 +681,15 @@ def prepare_steps_kernel(
     for h in gl.static_range(KH):
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
+    if forgets is not None:
+        gl.store(forgets + tile, does_forget(decay, largest_kb * largest_of_rows(keys), K).to(gl.int32))
     tma.store_wait(0)
 
 
 def prepare_steps(call: StageCall) -> Launch:
     problem = call.problem
     ctas, rows = grid(problem)
-    own = dict(call.left("decay", "semaphores"), tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS)
+    own = dict(call.left("decay", "semaphores", "forgets"), tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS)
     return Launch(
         prepare_steps_kernel,
         ctas,

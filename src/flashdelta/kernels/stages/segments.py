@@ -51,8 +51,9 @@ def compose_kernel(
         chunk_slot, _ = sequence_chunk_slots(cu_seqlens, None, 0, n, begin, chunk_slots, C)
         part = tl.arange(0, MOST_SEGMENTS) + 1
         border, _ = segment_chunks(part, last - first + 1, tl.cdiv(end - begin, C))
-        if tl.min(tl.load(forgets + (chunk_slot + border - 1) * HV + head, mask=part <= last - first, other=1)) != 0:
-            return  # all segments begin afresh
+        afresh = tl.load(forgets + (chunk_slot + border - 1) * HV + head, mask=part <= last - first, other=1)
+        # if all segments after the first begin afresh, only the first one's state is needed
+        last = tl.where(tl.min(afresh) != 0, first + 1, last)
     own, read, _ = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
     )
