@@ -435,15 +435,16 @@ def largest_of_rows(tile_s):
 
 
 @gluon.jit
-def does_forget(decay, products, K):
+def does_forget(decay, largest_kb_s, largest_w, K):
     """Whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing: of each
-    step, with `|kb_i| |w_i| <= K products_i`,
+    step, from the largest elements of rows,
 
         |M| = |diag(exp(G_C - G_m)) (I - kb^T w) diag(exp(G_m))| <= max exp(G_C - G_m) max exp(G_m) (1 + sum_i |kb_i| |w_i|)
 
     Logarithms, as products would underflow."""
     decays = gl.load(decay + gl.arange(0, 4 * K, layout=gl.BlockedLayout([K // 32], [32], [4], [0])))
     bound = gl.sum(log2(gl.reduce(decays.reshape([4, K]), 1, larger)), axis=0)
+    products = largest_w * largest_kb_s.load(largest_w.type.layout)
     bound += gl.sum(log2(1.0 + K * gl.sum(products.reshape([2, 32]), axis=1)), axis=0)
     return exp2(bound) * 1.01 <= FORGOTTEN
 
@@ -642,14 +643,15 @@ def prepare_steps_kernel(
     if not SAFE:
         zero = gl.zeros((64, 64), gl.float32, layout=ACC)
 
-    if forgets is not None:
-        largest_kb = largest_of_rows(right)
     X = block_inverses(minus_A, blocks_s)
     # the queries and the right operands have left
     tma.store_wait(0)
     barrier()
     X_s = reinterpret(queries, gl.float32, [64, 32], STEP)
     X_s.reshape([4, 16, 32]).store(X)
+    if forgets is not None:
+        # here, and where the norms were, there are registers for them
+        norm_k_s.store(largest_of_rows(right))
     X_left, X_right = step_inverses(X_s)
     columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
     # of each step
@@ -682,7 +684,7 @@ def prepare_steps_kernel(
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
     if forgets is not None:
-        gl.store(forgets + tile, does_forget(decay, largest_kb * largest_of_rows(keys), K).to(gl.int32))
+        gl.store(forgets + tile, does_forget(decay, norm_k_s, largest_of_rows(keys), K).to(gl.int32))
     tma.store_wait(0)
 
 
