@@ -276,14 +276,15 @@ KINDS: dict[str, Given] = {
     "hopper wy": HOPPER | {"operation": "wy"},
     "hopper fused": HOPPER | FUSED,
     "hopper steps": HOPPER | {"heads": 64},
-    "hopper tried": HOPPER | {"heads": 8, "chunks": 128},
+    "hopper forgetting": HOPPER | {"heads": 8, "chunks": 128},
+    "hopper forgetting steps": HOPPER | {"heads": 32},
     "hopper decode": HOPPER
     | {"operation": "decode", "packed": False, "state_v_first": True, "state_dtype": BF16, "N": 512},
     "hopper replay": HOPPER | {"operation": "decode", "packed": False, "state_v_first": True, "records": True},
     "hopper commit of records": HOPPER | {"operation": "commit", "state_v_first": True, "records": True},
 }
-"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `tried` segments on trial, of
-sequences long enough for them, and its own kernel of decoding is for many sequences and states in bfloat16."""
+"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `forgetting` calls may begin
+segments where a chunk forgets, in chunks of sequences that are long enough to be split, and its own kernel of decoding is for many sequences and states in bfloat16."""
 
 
 def variants(kind: str, stem: str, forms: dict[str, Given], **options: Any) -> list[Variant]:
@@ -417,8 +418,9 @@ VARIANTS = (
         " over ranks, fixed length, V first, backward": FIXED | V_FIRST | AMONG | BACK,
         " over two ranks, fixed length, V first, backward": FIXED | V_FIRST | ON_SECOND | BACK,
         " split, backward": SPLIT | BACK}),
-    *variants("hopper tried", "K128 V128", {"": {}, ", fixed length": FIXED, ", pool, V first": POOL | V_FIRST}),
-    *variants("hopper tried", "K64 V64, fixed length", ONE, **FIXED),
+    *variants("hopper forgetting", "K128 V128", {"": {}, ", fixed length": FIXED, ", pool, V first": POOL | V_FIRST}),
+    *variants("hopper forgetting steps", "K128 V128", {"": {}, ", fixed length": FIXED}),
+    *variants("hopper forgetting", "K64 V64, fixed length", ONE, **FIXED),
     *variants("hopper steps", "K128 V128", {"": {}, " fixed length": FIXED, " offsets in int64": LONG_OFFSETS,
         " V first, states in bf16": V_FIRST | BF16_STATES, " unbounded": UNBOUNDED,
         " unbounded, fixed length": UNBOUNDED | FIXED, " unbounded, log decays": DECAYS, " stream-K": HEADS_96,

@@ -581,9 +581,10 @@ MOST_PARTS = 32
 
 
 def parts(problem: ChunkProblem, device: torch.device) -> int:
-    """Parts of each sequence, if it is not split, that SMs would be idle without."""
-    idle = ctas(problem.V // TILE, device) // max(work_tiles(problem), 1)
-    return max(min(idle, MOST_PARTS), 1) if may_begin_afresh(problem) else 1
+    """Parts of each sequence, if it is not split, that SMs would be idle without. In a pool the last one might store the final
+    state before the first has read the initial one."""
+    at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), MOST_PARTS)
+    return max(at_once, 1) if may_begin_afresh(problem) and not problem.has_pool else 1
 
 
 def recurrence(
@@ -608,7 +609,7 @@ def recurrence(
         # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
         STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
         STREAM_K=not call.may_split and stream_k_pays(problem, most),
-        parts=1 if call.may_split else parts(problem, t.v.device),
+        parts=1 if call.may_split or "forgets" not in call.workspace else parts(problem, t.v.device),
         **dict(STEPS=steps, OVERLAPS=overlaps),
     )
     return Launch(
