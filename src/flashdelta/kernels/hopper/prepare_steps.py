@@ -55,6 +55,7 @@ from .device.math import (
     larger_pairs,
     log2,
     pick,
+    product_pairs,
     round_pairs,
     split_high_low,
     unbounded_gate,
@@ -419,34 +420,41 @@ def step_operands(x):
 
 
 @gluon.jit
-def largest_of_rows(tile_s):
-    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[64]`."""
+def largest_of_rows(tile_s, factors_s):
+    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[64]`; times factors
+    `[KH, 2, 64]` of each step's channels, unless that is None."""
     KH: gl.constexpr = tile_s.shape[0] // 64
-    words_s = reinterpret(tile_s, gl.int32, [KH, 64, 32], gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32))
-    words_l: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])
-    words = words_s.index(0).load(words_l)
-    if KH == 2:
-        words = larger_pairs(words, words_s.index(1).load(words_l))
+    WORDS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
+    words_l: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 16, 2], [2, 2, 1], [2, 1, 0])
+    for h in gl.static_range(KH):
+        words = reinterpret(tile_s, gl.int32, [KH, 64, 32], WORDS).index(h).reshape([2, 32, 32]).load(words_l)
+        if factors_s is not None:
+            factors = reinterpret(factors_s, gl.int32, [KH, 2, 32], PLAIN).index(h).load(gl.SliceLayout(1, words_l))
+            words = product_pairs(words, factors[:, None, :])
+        found = words if h == 0 else larger_pairs(found, words)
     for _ in gl.static_range(4):
-        first, second = gl.split(words.reshape([64, words.shape[1] // 2, 2]))
-        words = larger_pairs(first, second)
-    low, high = (words & 0x7FFF) << 16, words & 0x7FFF0000
-    return gl.reduce(larger(low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)), 1, larger)
+        first, second = gl.split(found.reshape([2, 32, found.shape[2] // 2, 2]))
+        found = larger_pairs(first, second)
+    low, high = (found & 0x7FFF) << 16, found & 0x7FFF0000
+    return gl.reduce(larger(low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)), 2, larger)
 
 
 @gluon.jit
 def does_forget(decay, largest_kb_s, largest_w, K):
-    """Whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing: of each
-    step, from the largest elements of rows,
+    """Whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing. Of each
+    step, with D = diag(exp(G_C - G_m)),
 
-        |M| = |diag(exp(G_C - G_m)) (I - kb^T w) diag(exp(G_m))| <= max exp(G_C - G_m) max exp(G_m) (1 + sum_i |kb_i| |w_i|)
+        |M| = |D (I - kb^T w) diag(exp(G_m))| <= max exp(G_m) (max D + sum_i |D kb_i| |w_i|)
 
-    Logarithms, as products would underflow."""
+    and norms of rows are at most `sqrt(K)` times their largest elements. Logarithms, as products would underflow."""
     decays = gl.load(decay + gl.arange(0, 4 * K, layout=gl.BlockedLayout([K // 32], [32], [4], [0])))
-    bound = gl.sum(log2(gl.reduce(decays.reshape([4, K]), 1, larger)), axis=0)
-    products = largest_w * largest_kb_s.load(largest_w.type.layout)
-    bound += gl.sum(log2(1.0 + K * gl.sum(products.reshape([2, 32]), axis=1)), axis=0)
-    return exp2(bound) * 1.01 <= FORGOTTEN
+    most = gl.reduce(decays.reshape([2, 2, K]), 2, larger)
+    later = gl.arange(0, 2, layout=gl.SliceLayout(0, most.type.layout))[None, :] > 0
+    products = K * gl.sum(largest_w * largest_kb_s.reshape([2, 32]).load(largest_w.type.layout), axis=1)
+    after = gl.sum(gl.where(later, most, 0.0), axis=1)
+    after += gl.convert_layout(products, after.type.layout)
+    bound = log2(gl.sum(gl.where(later, 0.0, most), axis=1)) + log2(after)
+    return exp2(gl.sum(bound, axis=0)) * 1.01 <= FORGOTTEN
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
@@ -519,6 +527,9 @@ def prepare_steps_kernel(
     else:
         bias_s: gl.constexpr = None  # type: ignore[no-redef]
 
+    if forgets is not None:
+        after_s = gl.allocate_shared_memory(gl.bfloat16, [KH, 2, 64], PLAIN)
+
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
     g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN if SAFE else TILE)
@@ -589,6 +600,10 @@ def prepare_steps_kernel(
             row += at_part[None, None, :, None] * K
         at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
+        if forgets is not None:
+            # from the references on, which with K = 64 are the second parts
+            last_decays = gl.where(at_part[None, None, :, None] == 2 // KH - 1, exp2(rest if KH == 2 else middle), 0.0)
+            after_s.store(gl.sum(last_decays, axis=2).to(gl.bfloat16))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
             decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, :, None, :], 0)
@@ -651,7 +666,7 @@ def prepare_steps_kernel(
     X_s.reshape([4, 16, 32]).store(X)
     if forgets is not None:
         # here, and where the norms were, there are registers for them
-        norm_k_s.store(largest_of_rows(right))
+        norm_k_s.reshape([2, 32]).store(largest_of_rows(right, after_s))
     X_left, X_right = step_inverses(X_s)
     columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
     # of each step
@@ -684,7 +699,7 @@ def prepare_steps_kernel(
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
     if forgets is not None:
-        gl.store(forgets + tile, does_forget(decay, norm_k_s, largest_of_rows(keys), K).to(gl.int32))
+        gl.store(forgets + tile, does_forget(decay, norm_k_s, largest_of_rows(keys, None), K).to(gl.int32))
     tma.store_wait(0)
 
 

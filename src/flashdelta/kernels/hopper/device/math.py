@@ -232,6 +232,13 @@ def larger(x, y):
 
 
 @gluon.jit
+def product_pairs(x, y):
+    """Products of the two bf16 in each int32."""
+    asm: gl.constexpr = "mul.bf16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def larger_pairs(x, y):
     """Of two bf16 in each int32 the larger ones in size, or a NaN; their signs mean nothing."""
     asm: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
