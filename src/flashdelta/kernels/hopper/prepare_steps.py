@@ -422,15 +422,15 @@ def step_operands(x):
 @gluon.jit
 def largest_of_rows(tile_s, factors_s):
     """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[64]`; times factors
-    `[KH, 2, 64]` of each step's channels, unless that is None."""
+    of each step's channels, unless that is None."""
     KH: gl.constexpr = tile_s.shape[0] // 64
     WORDS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
     words_l: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 16, 2], [2, 2, 1], [2, 1, 0])
     for h in gl.static_range(KH):
         words = reinterpret(tile_s, gl.int32, [KH, 64, 32], WORDS).index(h).reshape([2, 32, 32]).load(words_l)
         if factors_s is not None:
-            factors = reinterpret(factors_s, gl.int32, [KH, 2, 32], PLAIN).index(h).load(gl.SliceLayout(1, words_l))
-            words = product_pairs(words, factors[:, None, :])
+            factors_h = reinterpret(factors_s, gl.int32, [KH, 64], FLAT).index(h).reshape([2, 32])
+            words = product_pairs(words, factors_h.load(gl.SliceLayout(1, words_l))[:, None, :])
         found = words if h == 0 else larger_pairs(found, words)
     for _ in gl.static_range(4):
         first, second = gl.split(found.reshape([2, 32, found.shape[2] // 2, 2]))
@@ -528,7 +528,7 @@ def prepare_steps_kernel(
         bias_s: gl.constexpr = None  # type: ignore[no-redef]
 
     if forgets is not None:
-        after_s = gl.allocate_shared_memory(gl.bfloat16, [KH, 2, 64], PLAIN)
+        after_s = gl.allocate_shared_memory(gl.bfloat16, [2 * K], FLAT)
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
@@ -603,7 +603,7 @@ def prepare_steps_kernel(
         if forgets is not None:
             # from the references on, which with K = 64 are the second parts
             last_decays = gl.where(at_part[None, None, :, None] == 2 // KH - 1, exp2(rest if KH == 2 else middle), 0.0)
-            after_s.store(gl.sum(last_decays, axis=2).to(gl.bfloat16))
+            after_s.reshape([KH, 2, 64]).store(gl.sum(last_decays, axis=2).to(gl.bfloat16))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
             decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, :, None, :], 0)
