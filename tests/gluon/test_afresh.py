@@ -113,7 +113,7 @@ def test_some_chunks_forget(how: str):
 def test_what_moves_between_channels_is_remembered(other: int | None, how: str):
     """And many small decays: each of them is as small as M may be, not all together, except to the norm that steps bound."""
     if other is None:
-        call = explicit_call(SHORT, torch.full((6, 64, 128), -0.4375))
+        call = explicit_call(SHORT, torch.full((6, 64, 128), -0.65625))
         call["beta"].zero_()
     else:
         call = moved(SHORT, other)

@@ -73,7 +73,7 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-FORGOTTEN = gl.constexpr(2.0**-40)
+FORGOTTEN = gl.constexpr(2.0**-60)
 """A chunk forgets if the norm of its M is no larger: that is the error, as a part of the state before it."""
 
 

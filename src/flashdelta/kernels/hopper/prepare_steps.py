@@ -421,8 +421,8 @@ def step_operands(x):
 
 @gluon.jit
 def largest_of_rows(tile_s, factors_s):
-    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[64]`; times factors
-    of each step's channels, unless that is None."""
+    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[2, 32]`; times
+    factors of each step's channels, unless that is None."""
     KH: gl.constexpr = tile_s.shape[0] // 64
     WORDS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
     words_l: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 16, 2], [2, 2, 1], [2, 1, 0])
