@@ -283,8 +283,9 @@ KINDS: dict[str, Given] = {
     "hopper replay": HOPPER | {"operation": "decode", "packed": False, "state_v_first": True, "records": True},
     "hopper commit of records": HOPPER | {"operation": "commit", "state_v_first": True, "records": True},
 }
-"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `forgetting` calls may begin
-segments where a chunk forgets, in chunks of sequences that are long enough to be split, and its own kernel of decoding is for many sequences and states in bfloat16."""
+"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens; `forgetting` calls begin segments
+where a chunk forgets, in chunks of sequences that are long enough to be split, too; and its own kernel of decoding is for many
+sequences and states in bfloat16."""
 
 
 def variants(kind: str, stem: str, forms: dict[str, Given], **options: Any) -> list[Variant]:

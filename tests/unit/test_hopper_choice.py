@@ -200,7 +200,13 @@ def test_rows_of_a_batch_may_be_any_distance_apart():
 @pytest.mark.parametrize("T", [1024, 8192])
 def test_what_a_batch_must_not_decide_begins_nowhere_afresh(T: int):
     call = meta_call(replace(KIMI, H=4, HV=4, T=T, lengths=(T,)))
-    for options in ({}, {"batch_invariant": True}, {"split": 3}, {"split": False}, {"return_intermediate_states": True}):
+    for options in (
+        {},
+        {"batch_invariant": True},
+        {"split": 3},
+        {"split": False},
+        {"return_intermediate_states": True},
+    ):
         problem, t = check(fd.chunk_kda, **call | options)
         assert ("forgets" in split_layout(problem, t.device)) == (options == {})
 

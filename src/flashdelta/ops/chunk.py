@@ -186,8 +186,8 @@ def chunk_kda(
 
         Besides its results a call of kernels without gradients, on one GPU, needs at most `S HV ((3 C K + 2 C C) b + 4 K)`
         bytes while it runs, where `C` is `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be:
-        packed the bound `NT` above, else B times it. The backend `hopper` takes up to `36864 K + 1024` more, and where
-        sequences are cut into segments `4 G HV (K (K + 2 V) + 1) + 4 (N + 1) + 24` more. `G` is the most segments that there
+        packed the bound `NT` above, else B times it. The backend `hopper` takes up to `36864 K + 1024 + 4 S HV` more, and where
+        sequences are cut into segments `4 G HV K (K + 2 V) + 4 (N + 1) + 24` more. `G` is the most segments that there
         may be: n for each sequence with `split=n`, with "auto" one for each and one more for every 2 HV SMs (with
         `batch_invariant` as many more for each). Inputs that can't be read in place are copied.
 

@@ -65,7 +65,19 @@ from .device.math import (
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, bind_div8, tiles
-from .prepare import FLAT, FORGOTTEN, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, pair_norm_factors, running_sums, weighted
+from .prepare import (
+    FLAT,
+    FORGOTTEN,
+    GRAM,
+    PLAIN,
+    TILE,
+    copy_tokens,
+    grid,
+    load_bias,
+    pair_norm_factors,
+    running_sums,
+    weighted,
+)
 
 
 @gluon.constexpr_function
@@ -431,11 +443,11 @@ def largest_of_rows(tile_s, factors_s):
         if factors_s is not None:
             factors_h = reinterpret(factors_s, gl.int32, [KH, 64], FLAT).index(h).reshape([2, 32])
             words = product_pairs(words, factors_h.load(gl.SliceLayout(1, words_l))[:, None, :])
-        found = words if h == 0 else larger_pairs(found, words)
+        most = larger_pairs(most, words) if h > 0 else words  # noqa: F821 (the loop is unrolled)
     for _ in gl.static_range(4):
-        first, second = gl.split(found.reshape([2, 32, found.shape[2] // 2, 2]))
-        found = larger_pairs(first, second)
-    low, high = (found & 0x7FFF) << 16, found & 0x7FFF0000
+        first, second = gl.split(most.reshape([2, 32, most.shape[2] // 2, 2]))
+        most = larger_pairs(first, second)
+    low, high = (most & 0x7FFF) << 16, most & 0x7FFF0000
     return gl.reduce(larger(low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)), 2, larger)
 
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem.problem import AUTO, ChunkProblem
+from ...problem.problem import ChunkProblem
 from ...problem.split import SplitCosts, segments_of_call
 from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
@@ -308,7 +308,7 @@ def split_layout(problem: ChunkProblem, device: torch.device, steps: bool = Fals
     found = {} if steps else segment_layout(problem, segments_of_call(problem, room(problem, device), SPLIT_COSTS))
     told = problem.safe_gate or not steps  # with unbounded gates `prepare_steps` would spill
     if told and may_begin_afresh(problem) and (found or parts(problem, device) > 1):
-        found["forgets"] = ((problem.B * problem.slots * problem.HV,), torch.int32)
+        return {**found, "forgets": ((problem.B * problem.slots * problem.HV,), torch.int32)}
     return found
 
 

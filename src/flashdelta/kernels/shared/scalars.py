@@ -6,7 +6,17 @@ SCALARS = (
     *("B", "T", "N", "H", "HV", "group", "tokens", "rows", "tile_count", "channels", "token_tiles", "BT"),
     *("scale", "lower_bound", "eps", "beta_batch", "beta_token", "beta_head"),
     # chunks, checkpoints and segments
-    *("slots", "chunk_slots", "checkpoints", "checkpoint_every", "checkpoint_rows", "room", "split", "batch_invariant", "parts"),
+    *(
+        "slots",
+        "chunk_slots",
+        "checkpoints",
+        "checkpoint_every",
+        "checkpoint_rows",
+        "room",
+        "split",
+        "batch_invariant",
+        "parts",
+    ),
     *("step", "transition", "compose", "fixed", "shortest", "margin"),
     # states
     *("lowest", "pool_slots", "start_slots", "target_slots", "has_initial", "has_final", "most_tokens"),
