@@ -571,7 +571,7 @@ def stream_k_pays(problem: ChunkProblem, ctas: int) -> bool:
 def may_begin_afresh(problem: ChunkProblem) -> bool:
     """Says whether a work tile may begin where a chunk forgets: not in what the backward pass will compute again, nor in what
     must not depend on the batch, nor where states inside a sequence are asked for."""
-    own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1
+    own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1 or problem.operation != "chunk"
     inside = problem.return_intermediate_states or problem.checkpoints > 0 or problem.checkpoint_every > 0
     return problem.split == AUTO and not own and not inside
 
