@@ -50,7 +50,7 @@ def found_by(call: dict, how: str, last_first: bool = False) -> tuple[torch.Tens
 
 
 def remembers(call: dict, how: str) -> list[bool]:
-    """Of each head, whether NaN in the values of the first chunk reaches the last token."""
+    """Says of each head whether NaN in the values of the first chunk reaches the last token."""
     v = call["v"].clone()
     v[:, :64] = torch.nan
     o, state = found_by(call | {"v": v}, how)

@@ -690,7 +690,7 @@ def store_w(tiles, high, low, buffers):
 
 @gluon.jit
 def does_forget(buffers, largest_w):
-    """Whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing:
+    """Says whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing:
 
         |M| = |diag(decay) - kg^T w| <= sum_c decay_c + sum_i |kg_i| |w_i|
 

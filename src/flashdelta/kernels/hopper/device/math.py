@@ -240,7 +240,7 @@ def product_pairs(x, y):
 
 @gluon.jit
 def larger_pairs(x, y):
-    """Of two bf16 in each int32 the larger ones in size, or a NaN; their signs mean nothing."""
+    """The larger ones, in size, of the two bf16 in each int32, or NaN; their signs mean nothing."""
     asm: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
 
