@@ -690,7 +690,7 @@ def store_w(tiles, high, low, buffers):
 
 @gluon.jit
 def does_forget(buffers, largest_w):
-    """Says whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing:
+    """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing:
 
         |M| = |diag(decay) - kg^T w| <= sum_c decay_c + sum_i |kg_i| |w_i|
 

@@ -453,8 +453,8 @@ def largest_of_rows(tile_s, factors_s):
 
 @gluon.jit
 def does_forget(decay, largest_kb_s, largest_w, K):
-    """Says whether a bound on the norm of M, the map of the state before the chunk to the one after it, is next to nothing. Of each
-    step, with D = diag(exp(G_C - G_m)),
+    """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing.
+    Of each step, with D = diag(exp(G_C - G_m)),
 
         |M| = |D (I - kb^T w) diag(exp(G_m))| <= max exp(G_m) (max D + sum_i |D kb_i| |w_i|)
 

@@ -576,14 +576,11 @@ def may_begin_afresh(problem: ChunkProblem) -> bool:
     return problem.split == AUTO and not own and not inside
 
 
-MOST_PARTS = 32
-"""Parts of a sequence that `TileScheduler` can tell."""
-
-
 def parts(problem: ChunkProblem, device: torch.device) -> int:
     """Parts of each sequence, if it is not split, that SMs would be idle without. In a pool the last one might store the final
     state before the first has read the initial one."""
-    at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), MOST_PARTS)
+    # no more than `TileScheduler` can tell
+    at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), 32)
     return max(at_once, 1) if may_begin_afresh(problem) and not problem.has_pool else 1
 
 
