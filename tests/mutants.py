@@ -77,7 +77,7 @@ MUTANTS: list[Row] = [
      "gluon/test_split.py"),
     ("kernels/triton/segments.py", "(ends - parts).to(tl.int32)", "ends.to(tl.int32)",
      "gluon/test_split.py"),
-    ("kernels/stages/segments.py", "tl.range(first + 1, last, num_stages", "tl.range(first + 2, last, num_stages", "gluon/test_split.py"),
+    ("kernels/stages/segments.py", "tl.range(first + 1, last, n", "tl.range(first + 2, last, n", "gluon/test_split.py"),
     ("kernels/triton/sums.py", "mask=tap == TAPS", "mask=tap == TAPS - 1",
      "gluon/test_layer.py::test_gradients_of_the_convolution"),
     ("kernels/triton/verify.py", "tl.where(pair_mask(0, COUNT), -A, 0.0)", "tl.where(pair_mask(0, COUNT), A, 0.0)",
