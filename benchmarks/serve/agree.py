@@ -281,8 +281,8 @@ LAYER, MEAN, ITSELF = 1.05, 1.0, 3.0
 
 def passes(rows: list[dict], logs: list[dict]) -> list[str]:
     """Lists what exceeds its bound."""
-    wrong = [f"{r['scenario']}, {r['part']}, layer {r['layer']}: {r['ratio']}" for r in rows
-             if not (r["ratio"] is not None and r["ratio"] <= LAYER) or any(r["missing"])]  # fmt: skip
+    bad = [r for r in rows if any(r["missing"]) or r["ratio"] is None or not r["ratio"] <= LAYER]
+    wrong = [f"{r['scenario']}, {r['part']}, layer {r['layer']}: {r['ratio']}" for r in bad]
     for name in dict.fromkeys(r["scenario"] for r in rows):
         mean = geometric([r for r in rows if r["scenario"] == name])
         wrong += [] if mean is not None and mean <= MEAN else [f"{name}: geometric mean {mean}"]

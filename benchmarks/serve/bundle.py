@@ -89,7 +89,7 @@ def pack(out: Path, piece: str, root: Path, names: list[str]) -> str:
     target = out / f"{piece}.tar.xz"
     with lzma.open(target, "wb", preset=9) as f, tarfile.open(fileobj=f, mode="w") as tar:
         for name in sorted(names):
-            tar.add(root / name, name, recursive=False, filter=lambda info: info.replace(**plain))
+            tar.add(root / name, name, recursive=False, filter=lambda info: info.replace(**plain, deep=False))
     return f"{target}: {len(names)} files, {target.stat().st_size / 1e6:.1f} MB"
 
 

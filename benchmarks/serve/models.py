@@ -52,19 +52,22 @@ def config(scenario: Scenario, sizes: Sizes) -> dict:
     linear["kda_layers"] = [i for i in range(1, layers + 1) if i not in full]
     if scenario.k3:
         linear |= {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
-    return dict(
-        architectures=["KimiLinearForCausalLM"], model_type="kimi_linear", torch_dtype="bfloat16",
-        vocab_size=VOCABULARY, hidden_size=2304, intermediate_size=9216, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10000.0,
-        num_nextn_predict_layers=0, tie_word_embeddings=False, max_position_embeddings=1 << 20,
-        model_max_length=1 << 20, bos_token_id=1, eos_token_id=2, pad_token_id=0, linear_attn_config=linear,
-        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, head_dim=72,
-        q_lora_rank=1536 if scenario.k3 else None, mla_use_nope=True, mla_use_output_gate=scenario.k3,
-        num_experts=experts or None, num_experts_per_token=min(8, experts) or None, num_expert_group=1, topk_group=1,
-        num_shared_experts=int(experts > 0), moe_intermediate_size=1024, moe_router_activation_func="sigmoid",
-        moe_renormalize=True, routed_scaling_factor=2.446, first_k_dense_replace=1, moe_layer_freq=1,
-        use_grouped_topk=True,
-    )  # fmt: skip
+    names = dict(architectures=["KimiLinearForCausalLM"], model_type="kimi_linear", torch_dtype="bfloat16")
+    text = dict(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False)
+    text |= dict.fromkeys(("max_position_embeddings", "model_max_length"), 1 << 20)
+    layer: dict = dict(
+        hidden_size=2304, intermediate_size=9216, hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10000.0
+    )
+    layer |= dict(num_hidden_layers=layers, num_nextn_predict_layers=0, linear_attn_config=linear)
+    mla: dict = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, head_dim=72)
+    mla |= dict(q_lora_rank=1536 if scenario.k3 else None, mla_use_nope=True, mla_use_output_gate=scenario.k3)
+    mla |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), heads)
+    moe: dict = dict(
+        num_experts=experts or None, num_experts_per_token=min(8, experts) or None, moe_intermediate_size=1024
+    )
+    moe |= dict.fromkeys(("num_expert_group", "topk_group", "first_k_dense_replace", "moe_layer_freq"), 1)
+    moe |= dict(num_shared_experts=int(experts > 0), moe_router_activation_func="sigmoid", routed_scaling_factor=2.446)
+    return names | text | layer | mla | moe | dict.fromkeys(("moe_renormalize", "use_grouped_topk"), True)
 
 
 def draw(name: str, x) -> None:
@@ -133,12 +136,11 @@ def engine(scenario: Scenario, mode: str, sizes: Sizes, folder: str):
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(config(scenario, sizes), f)
-    given = dict(
-        model=folder, skip_tokenizer_init=True, load_format="by_name", dtype="bfloat16", max_model_len=sizes.longest,
-        max_num_seqs=128, max_num_batched_tokens=512 if "base" in mode else 8192, enable_prefix_caching=True,
-        gpu_memory_utilization=0.1 if sizes.cache_gib else 0.9, enable_chunked_prefill=True, disable_log_stats=False,
-        seed=0, compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
-    )  # fmt: skip
+    given = dict(model=folder, skip_tokenizer_init=True, load_format="by_name", dtype="bfloat16", seed=0)
+    given |= dict(max_model_len=sizes.longest, max_num_seqs=128, max_num_batched_tokens=512 if "base" in mode else 8192)
+    given |= dict(enable_prefix_caching=True, enable_chunked_prefill=True, disable_log_stats=False)
+    given |= dict(gpu_memory_utilization=0.1 if sizes.cache_gib else 0.9)
+    given["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
     if sizes.cache_gib:
         given["kv_cache_memory_bytes"] = int(sizes.cache_gib * 2**30)
     if scenario.blocks:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -14,7 +16,7 @@ from together import Worker
 
 PROMPTS = (1024, 8192, 65536)
 BATCHES = (1, 32, 128)
-STEPS = 96
+STEPS = 48
 REQUESTS, LONG, SHORT = 64, 8192, 32
 """Load under which tokens per second are counted: requests at once, tokens in, tokens out."""
 
@@ -22,6 +24,8 @@ REQUESTS, LONG, SHORT = 64, 8192, 32
 def rows(llm, name: str) -> dict[str, Callable[[], float]]:
     """Measurements by name: each call makes one more, in ms or tokens per second."""
     fresh, lengths = itertools.count(10_000), itertools.count(1)
+    gc.collect()
+    gc.disable()  # a look for garbage takes as long as many steps
 
     def first_token(n: int) -> float:
         return 1e3 * run(llm, [tokens(next(fresh), n)], 1)[0]
@@ -30,6 +34,20 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
         prompts = [[tokens(next(fresh), 64) for _ in range(batch)] for _ in range(2)]
         first, whole = (run(llm, p, n)[0] for p, n in zip(prompts, (1, 1 + STEPS)))
         return 1e3 * (whole - first) / STEPS
+
+    def calls(batch: int) -> float:
+        """Python functions that a step enters: the host's work, whatever its speed."""
+        counts = [0, 0]
+        for i, n in enumerate((1, 1 + STEPS)):
+            prompts = [tokens(next(fresh), 64) for _ in range(batch)]
+
+            def entered(frame, event, arg, i=i):
+                counts[i] += event == "call"
+
+            sys.setprofile(entered)
+            run(llm, prompts, n)
+            sys.setprofile(None)
+        return (counts[1] - counts[0]) / STEPS
 
     def busy(batch: int) -> float:
         """The GPU's time in a step: all its kernels."""
@@ -42,22 +60,30 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
 
         return (kernels(17) - kernels(1)) / 16e3
 
-    def host(n: int) -> float:
-        """A KDA layer's own code in a prefill, which runs eagerly: the median of all layers."""
+    def inside(n: int, gpu: bool) -> float:
+        """KDA layers' own code in a prefill, which runs eagerly: the host's time, the median of all layers, or the GPU's, their
+        sum."""
+        import torch
+
         layers = llm.apply_model(lambda model: [x for x in model.modules() if type(x).__name__ in LAYERS.values()])[0]
-        spans: list[float] = []
+        spans: list[tuple] = []
 
         def clocked(theirs, **call):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             begin = time.perf_counter()
             theirs(**call)
-            spans.append(1e3 * (time.perf_counter() - begin))
+            spans.append((1e3 * (time.perf_counter() - begin), start, end))
+            end.record()
 
         for layer in layers:
             layer._forward = functools.partial(clocked, layer._forward)
         first_token(n)
         for layer in layers:
             del layer._forward
-        return statistics.median(spans)
+        if gpu:
+            return sum(start.elapsed_time(end) for _, start, end in spans)
+        return statistics.median(host for host, _, _ in spans)
 
     def rate(prompts: list[list[int]], n: int) -> float:
         return sum(len(p) + n for p in prompts) / run(llm, prompts, n)[0]
@@ -65,7 +91,8 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
     def drafting(kind: str) -> float:
         """Accepted tokens per draft, or tokens per second."""
         before = counters(llm, "spec_decode")
-        seconds = run(llm, [repeated(next(fresh), 512) for _ in range(32)], 128)[0]
+        few = {"allowed_token_ids": [*range(16, 20)]}  # so that some drafts are right
+        seconds = run(llm, [repeated(next(fresh), 512) for _ in range(32)], 128, [few] * 32)[0]
         drafts, accepted = (
             sum(x - before.get(key, 0) for key, x in counters(llm, "spec_decode").items() if key.endswith(end))
             for end in ("num_drafts", "num_accepted_tokens")
@@ -77,12 +104,19 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
             "tokens/s, 32 drafting requests": functools.partial(drafting, "rate"),
             "count of accepted tokens per draft": functools.partial(drafting, "accepted"),
         }
-    return {
-        **{f"first token of {n}": functools.partial(first_token, n) for n in PROMPTS},
+    found: dict[str, Callable[[], float]] = {
+        **{f"first token of {n}": functools.partial(first_token, n) for n in PROMPTS[:2]},
+        **{f"step of {batch}": functools.partial(step, batch) for batch in BATCHES},
+        "count of Python calls in a step of 32": functools.partial(calls, 32),
+    }
+    if SCENARIOS[name].heads != 32:  # a shard: what its fused step and its number of heads change
+        return found
+    return found | {
+        f"first token of {PROMPTS[2]}": functools.partial(first_token, PROMPTS[2]),
         # a length that no call had before
         f"first token of about {PROMPTS[0]}, each length new": lambda: first_token(PROMPTS[0] - next(lengths)),
-        "host time of a layer's prefill": functools.partial(host, PROMPTS[0]),
-        **{f"step of {batch}": functools.partial(step, batch) for batch in BATCHES},
+        "host time of a layer's prefill": functools.partial(inside, PROMPTS[0], False),
+        **{f"all KDA layers in a prefill of {n}": functools.partial(inside, n, True) for n in PROMPTS[:2]},
         f"tokens/s, {REQUESTS} requests of {LONG} in, {SHORT} out": lambda: rate(
             [tokens(next(fresh), LONG) for _ in range(REQUESTS)], SHORT
         ),
@@ -90,16 +124,17 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
     }
 
 
-REPEATS = {"first token of 65536": 2, "tokens/s": 2, "GPU time": 1}
+REPEATS = {"first token of 65536": 2, "tokens/s, 64": 2, "GPU time": 1, "count": 1}
 """How often a row is measured per process, by how it begins; else 7 times."""
 
 
-def in_turn(workers: list[Worker], until: float, wave: int, keep: Callable[[dict], None]) -> None:
+def in_turn(workers: list[Worker], until: float, wave: int, keep: Callable[[dict], None], some: str = "") -> None:
     """Asks engines of one scenario for one number at a time, off and on in turn, each first in every other turn: the speed of
     a host drifts by half within a minute, and cancels in the ratio of two neighbours."""
     for scenario in dict.fromkeys(worker.case.split(":")[0] for worker in workers):
         group = [worker for worker in workers if worker.case.split(":")[0] == scenario]
-        for row in (group[0].ask("rows", until) or {"rows": []})["rows"]:
+        found = (group[0].ask("rows", until) or {"rows": []})["rows"]
+        for row in (row for row in found if any(part in row for part in some.split(","))):
             for n in range(next((x for begin, x in REPEATS.items() if row.startswith(begin)), 7)):
                 answers = {w.case.split(":")[1]: w.ask(row, until) for w in (group if (wave + n) % 2 else group[::-1])}
                 if None in answers.values():

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 
 COMPILED = re.compile(r"JIT compilation during inference: (\w+)")
 """Pattern of what vLLM's monitor says of a kernel that is compiled while it serves."""
@@ -18,14 +18,13 @@ COMPILED = re.compile(r"JIT compilation during inference: (\w+)")
 def environment(mode: str, work: str) -> dict[str, str]:
     """One process, no network, and of plugins only flashdelta's, if at all."""
     plugin = "flashdelta" if mode.startswith(("on", "fused")) else ""
-    return os.environ | {
-        "VLLM_PLUGINS": plugin, "FLASHDELTA_VLLM_FUSED": str(int(mode == "fused")), "PYTHONUNBUFFERED": "1",
-        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", f"{work}/vllm_cache"),
-        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_KIMI_K3_GEMM_AR": "0", "VLLM_ENABLE_GEMM_RS": "0",
-        "VLLM_USE_DEEP_GEMM": "0", "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }  # fmt: skip
+    cache = os.environ.get("VLLM_CACHE_ROOT", f"{work}/vllm_cache")
+    own = {"VLLM_PLUGINS": plugin, "FLASHDELTA_VLLM_FUSED": str(int(mode == "fused")), "VLLM_CACHE_ROOT": cache}
+    quiet = "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "PYTHONUNBUFFERED"
+    off = "USE_FLASHINFER_SAMPLER", "KIMI_K3_GEMM_AR", "ENABLE_GEMM_RS", "USE_DEEP_GEMM", "ENABLE_V1_MULTIPROCESSING"
+    own |= dict.fromkeys(quiet, "1") | {f"VLLM_{name}": "0" for name in off}
+    own |= dict.fromkeys(("VLLM_HOST_IP", "VLLM_LOOPBACK_IP"), "127.0.0.1")
+    return os.environ | own | dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
 
 
 class Worker:
@@ -36,10 +35,8 @@ class Worker:
         for old in Path(work).glob(f"{case.replace(':', '-')}.[0-9]*.json"):
             old.unlink()
         with open(f"{self.path}.log", "w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, sys.argv[0], *arguments, "--child", case],
-                env=environment(case.split(":")[1], work), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            command, mode = [sys.executable, sys.argv[0], *arguments, "--child", case], case.split(":")[1]
+            self.process = Popen(command, env=environment(mode, work), stdin=PIPE, stdout=log, stderr=STDOUT)
 
     def answer(self, until: float) -> dict | None:
         """The next answer; None if the process ended without one, or took too long."""

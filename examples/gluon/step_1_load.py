@@ -1,6 +1,6 @@
 """Step 1: a CTA loads a tile by TMA, doubles it, and stores it by TMA.
 
-python examples/gluon/step_1_load.py
+python -m examples.gluon.step_1_load
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashdelta.kernels.hopper.device.compat import barrier, copy_tile, store_tile
 from flashdelta.kernels.hopper.launch import describe
 from flashdelta.program.launch import Launch
-from flashdelta.tools.compile import compile_launch
+from tests.compile.costs import compile_launch
 
 ROWS, COLUMNS = 64, 64
 """Of a tile."""

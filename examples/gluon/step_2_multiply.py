@@ -1,6 +1,6 @@
 """Step 2: a CTA works out a tile of a product: load, multiply by wgmma, wait, and again.
 
-python examples/gluon/step_2_multiply.py
+python -m examples.gluon.step_2_multiply
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashdelta.kernels.hopper.device.compat import barrier, copy_tile, store_tile
 from flashdelta.kernels.hopper.launch import describe
 from flashdelta.program.launch import Launch
-from flashdelta.tools.compile import compile_launch
+from tests.compile.costs import compile_launch
 
 M, N, K = gl.constexpr(128), gl.constexpr(128), gl.constexpr(64)
 """A CTA's tile of the product is `[M, N]`; it goes along the sum K at a time."""

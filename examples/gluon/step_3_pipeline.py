@@ -1,12 +1,11 @@
 """Step 3: the same with a pipeline: the next tiles are on their way while this one is multiplied.
 
-python examples/gluon/step_3_pipeline.py
+python -m examples.gluon.step_3_pipeline
 """
 
 from __future__ import annotations
 
 import torch
-from step_2_multiply import ACC, K, M, N, product, show, store_product
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashdelta.kernels.hopper.device.compat import barrier, copy_tile
 from flashdelta.program.launch import Launch
+
+from .step_2_multiply import ACC, K, M, N, product, show, store_product
 
 STAGES = 4
 """Tiles of 16 KB for x and y each: 128 KB of the 227 KB that a CTA may have."""
@@ -48,9 +49,10 @@ def pipeline_kernel(x_d, y_d, out_d, inner, STAGES: gl.constexpr):
     acc = gl.zeros((M, N), gl.float32, layout=ACC)
     for i in range((inner + K - 1) // K):
         stage = i % STAGES
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)  # a stage's phase changes each time it is filled
+        # a stage's phase changes each time it is filled
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         acc = warpgroup_mma(x_s.index(stage), y_s.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # this product runs on, the one before has ended
+        acc = warpgroup_mma_wait(1, deps=[acc])  # this product runs on
         barrier()  # all warps: the previous product's stage is free to refill
         start(x_d, y_d, x_s, y_s, full, row, column, i + STAGES - 1, inner, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])

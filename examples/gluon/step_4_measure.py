@@ -1,19 +1,19 @@
 """Step 4: what the pipeline brings. Times need a Hopper GPU; without one only the machine code is compared.
 
-python examples/gluon/step_4_measure.py
+python -m examples.gluon.step_4_measure
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import step_2_multiply
-import step_3_pipeline
 import torch
 from triton.testing import do_bench
 
 from flashdelta.program.launch import Launch
-from flashdelta.tools.compile import Costs, compile_launch
+from tests.compile.costs import Costs, compile_launch
+
+from . import step_2_multiply, step_3_pipeline
 
 SIZE = 8192
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -154,10 +155,10 @@ class HopperBackend(Backend):
         if not isinstance(problem, ChunkProblem):
             return "no kernels of its own for the layer around attention"
         if isinstance(problem, WyProblem):
-            dtypes = {"A": problem.A_dtype, "h": problem.h_dtype, "dh": problem.dh_dtype}
-            other = next((name for name, dtype in dtypes.items() if dtype != torch.bfloat16), None)
-            if other is not None:
-                return f"{other} in {dtypes[other]}; it takes bfloat16"
+            for name, dtype in (("A", problem.A_dtype), ("h", problem.h_dtype), ("dh", problem.dh_dtype)):
+                if dtype != torch.bfloat16:
+                    return f"{name} in {dtype}; it takes bfloat16"
+
         if problem.ranks > 1 and problem.T == 0:
             return "no tokens on this rank; it leaves no packet then"
         if obstacle := self._head_obstacle(problem):
@@ -166,10 +167,8 @@ class HopperBackend(Backend):
             return "o in float32; it stores bfloat16"
         if problem.chunk_size != self.CHUNK_SIZE:
             return f"chunk_size {problem.chunk_size}; it takes {self.CHUNK_SIZE}"
-        if (
-            problem.B * problem.slots * problem.HV * (3 * problem.K + 128) >= self.MAX_ROWS
-            and problem.operation != "wy"
-        ):
+        rows = problem.B * problem.slots * problem.HV * (3 * problem.K + 128)
+        if rows >= self.MAX_ROWS and problem.operation != "wy":
             return f"more than 2^31 workspace rows ({problem.B} x {problem.T} tokens, {problem.HV} heads)"
         return None
 
@@ -188,7 +187,7 @@ class HopperBackend(Backend):
         if problem.has_records:
             return self._record_obstacle(problem) or self._head_obstacle(problem)
         if problem.T != 1 or problem.packed or problem.stores_each_state:
-            return "several tokens a sequence; token by token it takes one"
+            return "several tokens per sequence; token by token it takes one"
         if {problem.state_dtype, problem.final_dtype} != {torch.bfloat16} or not problem.state_v_first:
             return f"states in {layout(problem)}; it takes bfloat16, V first"
         return self._head_obstacle(problem)
@@ -201,7 +200,7 @@ class HopperBackend(Backend):
     def _fused_obstacle(self, problem: StepProblem) -> str | None:
         """Why it can't run a step of the layer."""
         if problem.T != 1 or problem.packed or problem.stores_each_state or problem.has_records:
-            return "several tokens a sequence; in a step of the layer it takes one"
+            return "several tokens per sequence; in a step of the layer it takes one"
         if problem.dtype == torch.float64:
             return "float64; in a step of the layer it takes bfloat16, float16 and float32"
         if not problem.state_v_first or problem.state_dtype not in (torch.bfloat16, torch.float32):
@@ -330,10 +329,8 @@ def judge(problem: Problem, device: torch.device) -> list[Verdict]:
     verdicts = []
     for backend in BACKENDS:
         obstacle = backend.obstacle(problem, device)
-        drawback = None if obstacle else backend.drawback(problem, device)
-        verdicts.append(
-            Verdict(backend.name, obstacle is None, not (obstacle or drawback), obstacle or drawback or backend.summary)
-        )
+        against = obstacle or backend.drawback(problem, device)
+        verdicts.append(Verdict(backend.name, obstacle is None, not against, against or backend.summary))
     return verdicts
 
 
@@ -357,5 +354,6 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
         if obstacle:
             raise wrong("backend", repr(name), f"one that can run this call ({name}: {obstacle})")
         return backend
-    able = [b for b in BACKENDS if b.obstacle(problem, device) is None]
-    return next((b for b in able if b.drawback(problem, device) is None), able[0])
+    able = (b for b in BACKENDS if b.obstacle(problem, device) is None)
+    first = next(able)
+    return next((b for b in itertools.chain((first,), able) if b.drawback(problem, device) is None), first)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from flashdelta.tools.compile import Costs
+from .costs import Costs
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "machine_code"
@@ -28,7 +28,7 @@ MAKERS = ("cases", "decoding", "fused", "inputs", "layer", "oracle", "prefills",
 SOURCES = (
     *(f"src/flashdelta/{name}" for name in PACKAGE),
     *(f"tests/support/{name}.py" for name in MAKERS),
-    *("tests/__init__.py", "tests/compile/__init__.py", "tests/compile/variants.py"),
+    *("tests/__init__.py", "tests/compile/__init__.py", "tests/compile/costs.py", "tests/compile/variants.py"),
 )
 """Files that fingerprints depend on but for Triton itself; `test_machine_code_is_as_recorded` sees that it is all."""
 

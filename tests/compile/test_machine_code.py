@@ -23,13 +23,14 @@ from flashdelta.program import launch as program
 from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import in_slots
 from flashdelta.runtime.call import check
-from flashdelta.tools.compile import compile_launch, compiled, late_operands, machine_code, only_launches
+from flashdelta.tools.compile import only_launches
 
 from ..full import FULL
 from ..support.decoding import BY_NAME, make_step
 from ..support.inputs import tensors_of
 from . import hot, launches, records
-from .records import DEVICE_SHARED_BYTES, Costs, Entry
+from .costs import Costs, compile_launch, compiled, late_operands, machine_code
+from .records import DEVICE_SHARED_BYTES, Entry
 from .toolchains import ROOT, toolchains
 from .variants import ARCHITECTURES, BUILD, VARIANTS, fingerprint, unequal_sums
 

@@ -10,10 +10,9 @@ from ..full import FULL
 from .test_machine_code import TOOLCHAINS
 
 CODE = """
-import json, sys
-sys.path.insert(0, "examples/gluon")
-import step_1_load, step_4_measure, torch
-from flashdelta.tools.compile import compile_launch
+import json, torch
+from examples.gluon import step_1_load, step_4_measure
+from tests.compile.costs import compile_launch
 x = torch.empty(1024, 256, dtype=torch.bfloat16, device="meta")
 found = [compile_launch(step_1_load.launch(x, x), 90), *step_4_measure.costs().values()]
 print(json.dumps([[costs.spill_bytes, costs.late_operands] for costs in found]))

@@ -39,11 +39,10 @@ from flashdelta.ops.norm import gated_rms_norm
 from flashdelta.ops.prefill_fp32 import kda_prefill
 from flashdelta.ops.recurrent import fused_recurrent_kda
 from flashdelta.parallel.border import BORDER
-from flashdelta.problem.operations import PREFILL_SIZES
 from flashdelta.problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors, record_width
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
-from flashdelta.tools.compile import compiled, costs_of, in_processes, only_launches, source
+from flashdelta.tools.compile import in_processes, only_launches, source
 
 from ..support.cases import BF16, FP16, FP32, Case
 from ..support.decoding import Step, make_step
@@ -51,6 +50,7 @@ from ..support.fused import FusedStep, make_fused
 from ..support.inputs import TOKEN_TENSORS, meta_call, on_meta
 from ..support.oracle import as_recurrent
 from ..support.wy import WyCase, make_wy
+from .costs import compiled, costs_of
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 
@@ -288,184 +288,192 @@ where a chunk forgets, in chunks of sequences that are long enough to be split, 
 sequences and states in bfloat16."""
 
 
-def variants(kind: str, stem: str, forms: dict[str, Given], **options: Any) -> list[Variant]:
-    """Variants whose names begin alike, by how they end. Names have the sizes: K, V and W, the taps."""
+DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+STEPS = dict.fromkeys(("decode", "commit", "fused_decode"), "state_dtype")
+WORDS: dict[str, Given] = {
+    "unbounded": {"gate": "softplus"},
+    "softplus": {"gate": "softplus"},
+    "log decays": {"gate": "none"},
+    "log decays in fp32": {"gate": "none", "g_dtype": FP32},
+    "packed": {"packed": True},
+    "fixed length": {"packed": False},
+    "long": {"packed": False, "T": 2**17},
+    "one tile": {"packed": False, "T": 768, "heads": 32, "stated": False},
+    "offsets in int64": {"offsets": torch.int64},
+    "tokens innermost": {"copied": True},
+    "heads innermost": {"copied": True},
+    "columns of tables": {"copied": True, "offsets": torch.int64},
+    "V first": {"state_v_first": True},
+    "K first": {"state_v_first": False},
+    "states in bf16": {"state_dtype": BF16},
+    "intermediate states": {"intermediate": True},
+    "chunk 32": {"chunk_size": 32},
+    "pool": {"pool": True},
+    "pool with checkpoints": {"pool": True, "checkpoints": True},
+    "checkpoints": {"checkpoints": True, "buffer": BF16},
+    "checkpoints in a buffer": {"checkpoints": True, "buffer": FP32},
+    "regular checkpoints": {"every": 64, "buffer": FP32},
+    "regular checkpoints in bf16": {"every": 64, "buffer": BF16},
+    "split": {"split": 4},
+    "over ranks": {"rank": BETWEEN},
+    "over two ranks": {"rank": FIRST},
+    "backward": {"backward": True},
+    "for the backward pass": {"kept": True},
+    "ieee": {"precision": "ieee"},
+    "tf32x3": {"precision": "tf32x3"},
+    "many heads": {"heads": 32},
+    "eight value heads": {"heads": 8, "group": 8},
+    "speculative": {"spec_tokens": 3},
+    "replay": {"records": True},
+    "of 16 tokens": {"spec_tokens": 15, "packed": True},
+    "of 17 tokens": {"spec_tokens": 16},
+    "N=2": {"N": 2},
+    "N=256": {"N": 256},
+    "many": {"N": 256},
+    "of heads": {"N": 512},
+    "two CTAs an SM": {"N": 100},
+}
+"""Options by words of names."""
+PHRASES = re.compile(rf"\b({'|'.join(sorted(WORDS, key=len, reverse=True))})\b")
+
+
+def variants(stem: str, *ends: str, **options: Any) -> list[Variant]:
+    """Variants whose names begin alike. Names say what their options are: `KINDS` by the first words, `WORDS`, the sizes K, V
+    and W (taps), and the dtype, of states where the operation is a step. `options` are others."""
     found = []
-    for end, own in forms.items():
-        name = f"{kind} {stem}{end}".strip()
-        sizes = {"taps" if key == "W" else key: int(n) for key, n in re.findall(r"\b([KVW])(\d+)", name)}
-        found.append(Variant(name, **KINDS[kind] | sizes | options | own))
+    kind = KINDS[max((x for x in KINDS if f"{stem} ".startswith(f"{x} " * bool(x))), key=len)]
+    for name in (stem + end for end in ends or ("",)):
+        own = dict(kind)
+        for phrase in PHRASES.findall(name):
+            own |= WORDS[phrase]
+        own |= {"taps" if key == "W" else key: int(n) for key, n in re.findall(r"\b([KVW])(\d+)", name)}
+        for dtype in re.findall(r"(?<!in )\b(bf16|fp16|fp32)\b", name):
+            own |= {STEPS.get(own.get("operation", "chunk"), "dtype"): DTYPES[dtype]}
+        found.append(Variant(name, **own | options))
     return found
 
 
-CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
-REGULAR: Given = {"every": 64, "buffer": FP32}
-IN_BF16: Given = {"every": 64, "buffer": BF16}
-IN_A_BUFFER: Given = {"checkpoints": True, "buffer": FP32}
-UNBOUNDED: Given = {"gate": "softplus"}
-SPLIT: Given = {"split": 4}
-AMONG: Given = {"rank": BETWEEN}
-ON_FIRST: Given = {"rank": FIRST}
-ON_SECOND: Given = {"rank": SECOND}
-HEADS_96: Given = {"heads": 96}
-LONG_OFFSETS: Given = {"offsets": torch.int64}
-POOL: Given = {"pool": True}
-KEPT: Given = {"kept": True}
-DECAYS: Given = {"gate": "none"}
-RECORDS: Given = {"records": True}
-BACK: Given = {"backward": True}
-FIXED: Given = {"packed": False}
-V_FIRST: Given = {"state_v_first": True}
-BF16_STATES: Given = {"state_dtype": BF16}
 STREAM_K: Given = {"heads": 12, "sequences": 7}
 """Work tiles that leave SMs idle, of few heads."""
 WHOLE: Given = {"sequences": 17, "split": 1}
 """So many whole sequences that no launch overlaps."""
-LOGSIGMOID: Given = {"gate": "logsigmoid"}
-CHUNK_32: Given = {"chunk_size": 32}
-ONE: dict[str, Given] = {"": {}}
-
 
 VARIANTS = (
-    *variants("", "bf16 K128 V128", {" bounded": {}, " unbounded": UNBOUNDED, " fixed length": FIXED,
-        " fixed length, tokens innermost": FIXED | {"copied": True},
-        " intermediate states, V first": V_FIRST | {"intermediate": True}, " chunk 32": {"chunk_size": 32},
-        " pool, V first": POOL | V_FIRST, " pool with checkpoints, V first": V_FIRST | CHECKPOINTS,
-        " unbounded, pool with checkpoints": UNBOUNDED | CHECKPOINTS,
-        " checkpoints in a buffer, V first": V_FIRST | IN_A_BUFFER,
-        " regular checkpoints, V first": V_FIRST | REGULAR,
-        " regular checkpoints, fixed length, split": FIXED | SPLIT | REGULAR, " split": SPLIT,
-        " split, pool with checkpoints": SPLIT | V_FIRST | CHECKPOINTS, " backward": BACK,
-        " backward, unbounded, V first": UNBOUNDED | V_FIRST | BACK, " split, backward": SPLIT | BACK,
-        " split, fixed length, V first, backward": SPLIT | FIXED | V_FIRST | BACK, " over ranks": AMONG,
-        " over two ranks": ON_FIRST, " over ranks, pool, V first": AMONG | POOL | V_FIRST,
-        " over ranks, fixed length, V first, backward": AMONG | FIXED | V_FIRST | BACK}),
-    *variants("", "bf16 K256 V256", {" split, fixed length": FIXED | SPLIT, " backward": BACK,
-        " split, backward": SPLIT | BACK, "": DECAYS}),
-    *variants("", "fp32 K128 V128", {" split": SPLIT, " backward": BACK, " split, backward": SPLIT | BACK, "": {}},
-        dtype=FP32),
-    *variants("", "", {"bf16 K64 V64 backward, chunk 32, fixed length": FIXED | BACK | CHUNK_32, "bf16 K32 V64": {},
-        "bf16 K64 V32": {}, "fp16 K128 V128": {"dtype": FP16},
-        "fp32 K256 V256": LOGSIGMOID | {"dtype": FP32}}),
-    *variants("", "fp32 K64 V128", {" over ranks, backward": AMONG | BACK,
-        " over two ranks, backward": ON_SECOND | BACK, "": {}}, dtype=FP32),
-    *variants("wy", "bf16 ", {"K128 V128": {}, "K128 V128 fixed length, V first": FIXED | V_FIRST,
-        "K64 V64 chunk 32": CHUNK_32, "K256 V256": {}}),
-    *variants("wy", "fp32 K128 V128", ONE, dtype=FP32),
-    *variants("recurrent", "bf16 K128 V128", {"": {}, " V first": V_FIRST | UNBOUNDED,
-        " pool, V first": POOL | V_FIRST}),
-    *variants("recurrent", "fp32 K256 V256", ONE, dtype=FP32),
-    *variants("decode", "K128 V128, ", {f"{name} states, {order} first, N={N}": {"state_dtype": state, "N": N,
-        "state_v_first": order == "V"} for order in "VK" for name, state in (("fp32", FP32), ("bf16", BF16))
-        for N in (2, 256)}, packed=False),
-    *variants("decode", "K128 V128", {" unbounded, V first": V_FIRST | UNBOUNDED | FIXED, " packed, V first": V_FIRST,
-        " speculative, V first": V_FIRST | {"spec_tokens": 3}}),
-    *variants("decode", "", {"K64 V64, V first": V_FIRST,
-        "K256 V256 speculative, K first": DECAYS | {"spec_tokens": 7}}),
-    *variants("decode", "replay ", {"K128 V128, V first": V_FIRST | FIXED | {"spec_tokens": 7},
-        "K128 V128 bf16, V first": BF16_STATES | V_FIRST | FIXED | {"spec_tokens": 3},
-        "of 17 tokens K128 V128, V first": V_FIRST | FIXED | {"spec_tokens": 16},
-        "of 16 tokens K128 V128 unbounded, K first": UNBOUNDED | {"spec_tokens": 15},
-        "K64 V64 packed, K first": UNBOUNDED | {"spec_tokens": 3}}, records=True),
-    *variants("commit", "", {"fp32": {}, "replay fp32, V first": RECORDS | V_FIRST,
-        "replay bf16, V first": RECORDS | V_FIRST | BF16_STATES, "replay fp32, K first": RECORDS,
-        "replay K256 V256 fp32, V first": RECORDS | V_FIRST}),
-    *variants("norm", "bf16", {" V128": {}, " V128 backward": BACK, " V128, heads innermost": {"copied": True}}),
-    *variants("norm", "fp32 V64", ONE, dtype=FP32),
-    *variants("convolution", "bf16", {" W4": {}, " W4, long": FIXED | {"T": 2**17}, " W4, pool": POOL,
-        " W4, pool, columns of tables": POOL | LONG_OFFSETS | {"copied": True},
-        " W4, pool, checkpoints": POOL | {"checkpoints": True, "buffer": BF16}, " W4, regular checkpoints": REGULAR,
-        " W4 backward": BACK, " W2 backward, fixed length": FIXED | BACK | {},
-        " W4 backward, one tile": FIXED | BACK | {"T": 768, "heads": 32, "stated": False}}),
-    *variants("convolution", "fp32 W3", ONE, dtype=FP32),
-    *variants("fused", "K128 V128", {" fp32": {}, " bf16": BF16_STATES, " fp32, many": {"N": 256},
-        " bf16, many": BF16_STATES | {"N": 256}, " fp32, eight value heads": {"heads": 8, "group": 8},
-        " unbounded, K first": UNBOUNDED | {"state_v_first": False}, " speculative": {"spec_tokens": 3},
-        " replay": RECORDS | {"spec_tokens": 3}, " replay bf16": RECORDS | BF16_STATES | {"spec_tokens": 3}}),
-    *variants("fused", "", {"K64 V64 fp32": {}, "K64 V128 bf16, W3": BF16_STATES, "K128 V64 fp32": {}}),
-    *variants("prefill fp32", "", {f"K{K} V{V} chunk {C}, {precision}": {"chunk_size": C, "precision": precision}
-        for precision in ("tf32x3", "ieee") for K, V, C in PREFILL_SIZES}),
-    *variants("prefill fp32", "K128 V128 chunk ", {f"{C}, many heads, tf32x3": {"chunk_size": C} for C in (32, 64)},
-        heads=32),
-    *variants("hopper", "K128 V128", {" bounded": {}, " unbounded": UNBOUNDED,
-        " unbounded, fixed length": UNBOUNDED | FIXED, " fixed length": FIXED, " offsets in int64": LONG_OFFSETS,
-        " log decays in fp32": DECAYS | {"g_dtype": FP32},
-        " intermediate states": BF16_STATES | {"intermediate": True},
-        " pool with checkpoints, V first": V_FIRST | CHECKPOINTS,
-        " checkpoints in a buffer, V first": V_FIRST | IN_A_BUFFER,
-        " checkpoints in a buffer, intermediate states": IN_A_BUFFER | {"intermediate": True},
-        " regular checkpoints, V first": V_FIRST | REGULAR, " regular checkpoints": REGULAR,
-        " regular checkpoints in bf16, V first": V_FIRST | FIXED | IN_BF16, " backward": BACK,
-        " backward, fixed length": FIXED | BACK, " backward, unbounded, V first": UNBOUNDED | V_FIRST | BACK,
-        " backward, log decays in fp32": DECAYS | BACK | {"g_dtype": FP32}, " kept for the backward pass": KEPT},
-        **WHOLE),
-    *variants("hopper few heads", "K128 V128", {"": {}, " fixed length": FIXED,
-        " unbounded, pool with checkpoints": UNBOUNDED | CHECKPOINTS, " backward": BACK}),
-    *variants("hopper few heads", "K64 V64", ONE),
-    *variants("hopper", "K128 V128", {" stream-K, offsets in int64": LONG_OFFSETS | STREAM_K, " stream-K": STREAM_K,
-        " stream-K, fixed length": FIXED | STREAM_K,
-        " stream-K, regular checkpoints, V first": V_FIRST | REGULAR | STREAM_K,
-        " split, regular checkpoints, V first": SPLIT | V_FIRST | REGULAR, " split": SPLIT,
-        " split, fixed length": SPLIT | FIXED, " split, pool with checkpoints": SPLIT | V_FIRST | CHECKPOINTS,
-        " over ranks": AMONG, " over two ranks": ON_FIRST,
-        " over two ranks, split, pool, V first": ON_FIRST | SPLIT | POOL | V_FIRST,
-        " over two ranks, stream-K": ON_FIRST | STREAM_K, " over two ranks, for the backward pass": ON_FIRST | KEPT,
-        " over two ranks, for the backward pass, split": ON_FIRST | KEPT | SPLIT,
-        " over two ranks, backward": ON_SECOND | BACK, " over two ranks, split, backward": ON_SECOND | BACK | SPLIT,
-        " over ranks, backward": AMONG | BACK, " split, backward": SPLIT | BACK,
-        " split, fixed length, V first, backward": SPLIT | FIXED | V_FIRST | BACK,
-        " split, kept for the backward pass": SPLIT | KEPT}),
-    *variants("hopper", "K64 V64", {" split, fixed length": SPLIT | FIXED,
-        " over ranks, fixed length, V first, backward": FIXED | V_FIRST | AMONG | BACK,
-        " over two ranks, fixed length, V first, backward": FIXED | V_FIRST | ON_SECOND | BACK,
-        " split, backward": SPLIT | BACK}),
-    *variants("hopper forgetting", "K128 V128", {"": {}, ", fixed length": FIXED, ", pool, V first": POOL | V_FIRST}),
-    *variants("hopper forgetting steps", "K128 V128", {"": {}, ", fixed length": FIXED}),
-    *variants("hopper forgetting", "K64 V64, fixed length", ONE, **FIXED),
-    *variants("hopper steps", "K128 V128", {"": {}, " fixed length": FIXED, " offsets in int64": LONG_OFFSETS,
-        " V first, states in bf16": V_FIRST | BF16_STATES, " unbounded": UNBOUNDED,
-        " unbounded, fixed length": UNBOUNDED | FIXED, " unbounded, log decays": DECAYS, " stream-K": HEADS_96,
-        " stream-K, fixed length": HEADS_96 | FIXED, " stream-K, offsets in int64": HEADS_96 | LONG_OFFSETS,
-        " pool with checkpoints": CHECKPOINTS, " pool with checkpoints, V first": V_FIRST | CHECKPOINTS,
-        " checkpoints in a buffer, V first": V_FIRST | IN_A_BUFFER,
-        " checkpoints in a buffer, fixed length": FIXED | IN_A_BUFFER,
-        " stream-K, checkpoints in a buffer": HEADS_96 | IN_A_BUFFER,
-        " stream-K, checkpoints in a buffer, fixed length": HEADS_96 | FIXED | IN_A_BUFFER,
-        " regular checkpoints": REGULAR, " regular checkpoints, V first": V_FIRST | REGULAR,
-        " regular checkpoints in bf16, V first, fixed length": V_FIRST | FIXED | IN_BF16,
-        " stream-K, regular checkpoints, V first": HEADS_96 | V_FIRST | REGULAR, " over ranks": AMONG,
-        " over two ranks": ON_FIRST, " over two ranks, fixed length, V first": ON_FIRST | FIXED | V_FIRST,
-        " over two ranks, stream-K": ON_FIRST | HEADS_96,
-        " over ranks, fixed length, V first": AMONG | FIXED | V_FIRST,
-        " over ranks, pool, unbounded": AMONG | POOL | UNBOUNDED}),
-    *variants("hopper steps", "K128 V64", ONE),
-    *variants("hopper steps", "K64 V64", {"": {}, " fixed length": FIXED,
-        " pool with checkpoints, V first": V_FIRST | CHECKPOINTS, " regular checkpoints": REGULAR,
-        " unbounded": UNBOUNDED, " unbounded, log decays": DECAYS, " over ranks": AMONG, " over two ranks": ON_FIRST}),
-    *variants("hopper steps", "K64 V128 stream-K", ONE, **HEADS_96),
-    *variants("hopper", "", {"K64 V128 backward": BACK, "K128 V64 backward, unbounded": BACK | LOGSIGMOID,
-        "K64 V64": {},
-        "K64 V64 unbounded": LOGSIGMOID}, **WHOLE),
-    *variants("hopper decode", "", {"K128 V128, lower_bound": {}, "K64 V64, softplus": UNBOUNDED}),
-    *(variant for bound, gate in (("", {}), (" unbounded", UNBOUNDED)) for variant in variants("hopper replay", "", {
-        f"K128 V128{bound}": {"spec_tokens": 7}, f"K128 V128{bound} bf16": BF16_STATES | {"spec_tokens": 3},
-        f"K128 V128{bound} bf16, two CTAs an SM": BF16_STATES | {"spec_tokens": 3, "N": 100},
-        f"of 16 tokens K128 V128{bound}": {"spec_tokens": 15, "packed": True},
-        f"of 17 tokens K128 V128{bound}": {"spec_tokens": 16}}, **gate)),
-    *variants("hopper replay", "", {"of 17 tokens K128 V128 bf16": {"spec_tokens": 16},
-        "K64 V64 bf16": {"spec_tokens": 7},
-        "K64 V64 unbounded bf16": LOGSIGMOID | {"spec_tokens": 7}}, **BF16_STATES),
-    *variants("hopper commit of records", "", {"K128 V128": {}, "of 17 tokens K128 V128": {"spec_tokens": 16}}),
-    *variants("hopper commit of records", "", {"K128 V128 bf16": {}, "K64 V128 bf16": {},
-        "of 17 tokens K128 V128 bf16": {"spec_tokens": 16}, "of heads K128 V128 bf16": {"N": 512},
-        "of heads K64 V128 bf16": {"N": 512}, "of heads of 16 tokens K128 V128 bf16": {"spec_tokens": 15, "N": 512}},
-        **BF16_STATES),
-    *variants("hopper fused", "K128 V128", {" fp32": {}, " bf16": BF16_STATES,
-        " bf16, eight value heads": BF16_STATES | {"heads": 8, "group": 8}}),
-    *variants("hopper fused", "K64 V64 bf16, unbounded, W3", ONE, **UNBOUNDED, **BF16_STATES),
-    *variants("hopper wy", "", {"K128 V128": {}, "K128 V128 fixed length": FIXED, "K64 V64": {},
-        "K128 V128 fixed length, V first": FIXED | V_FIRST}),
-)  # fmt: skip
+    *variants("bf16 K128 V128", " bounded", " unbounded"),
+    *variants("bf16 K128 V128", " fixed length", " fixed length, tokens innermost", " intermediate states, V first"),
+    *variants("bf16 K128 V128", " chunk 32", " pool, V first", " pool with checkpoints, V first"),
+    *variants("bf16 K128 V128", " unbounded, pool with checkpoints", " checkpoints in a buffer, V first"),
+    *variants("bf16 K128 V128", " regular checkpoints, V first", " regular checkpoints, fixed length, split", " split"),
+    *variants("bf16 K128 V128 split, pool with checkpoints", state_v_first=True),
+    *variants("bf16 K128 V128 backward", "", ", unbounded, V first"),
+    *variants("bf16 K128 V128", " split, backward", " split, fixed length, V first, backward", " over ranks"),
+    *variants("bf16 K128 V128 over", " two ranks", " ranks, pool, V first", " ranks, fixed length, V first, backward"),
+    *variants("bf16 K256 V256", " split, fixed length", " backward", " split, backward"),
+    *variants("bf16 K256 V256", gate="none"),
+    *variants("fp32 K128 V128", " split", " backward", " split, backward", ""),
+    *variants("bf16", " K64 V64 backward, chunk 32, fixed length", " K32 V64", " K64 V32"),
+    *variants("fp16 K128 V128"),
+    *variants("fp32 K256 V256", gate="logsigmoid"),
+    *variants("fp32 K64 V128 over ranks, backward"),
+    *variants("fp32 K64 V128 over two ranks, backward", rank=SECOND),
+    *variants("fp32 K64 V128"),
+    *variants("wy bf16 K128 V128", "", " fixed length, V first"),
+    *variants("wy", " bf16 K64 V64 chunk 32", " bf16 K256 V256", " fp32 K128 V128"),
+    *variants("recurrent bf16 K128 V128"),
+    *variants("recurrent bf16 K128 V128 V first", gate="softplus"),
+    *variants("recurrent", " bf16 K128 V128 pool, V first", " fp32 K256 V256"),
+    *variants(
+        "decode K128 V128",
+        *(f", {state} states, {order} first, N={N}" for order in "VK" for state in ("fp32", "bf16") for N in (2, 256)),
+        " unbounded, V first",
+        packed=False,
+    ),
+    *variants("decode", " K128 V128 packed, V first", " K128 V128 speculative, V first", " K64 V64, V first"),
+    *variants("decode K256 V256 speculative, K first", gate="none", spec_tokens=7),
+    *variants("decode replay K128 V128, V first", packed=False, spec_tokens=7),
+    *variants("decode replay K128 V128 bf16, V first", packed=False, spec_tokens=3),
+    *variants("decode replay of 17 tokens K128 V128, V first", packed=False),
+    *variants("decode replay of 16 tokens K128 V128 unbounded, K first"),
+    *variants("decode replay K64 V64 packed, K first", gate="softplus", spec_tokens=3),
+    *variants("commit fp32"),
+    *variants("commit replay", " fp32, V first", " bf16, V first", " fp32, K first", " K256 V256 fp32, V first"),
+    *variants("norm", " bf16 V128", " bf16 V128 backward", " bf16 V128, heads innermost", " fp32 V64"),
+    *variants("convolution bf16 W4", "", ", long", ", pool", ", pool, columns of tables"),
+    *variants("convolution bf16 W4", ", pool, checkpoints", ", regular checkpoints", " backward"),
+    *variants("convolution", " bf16 W2 backward, fixed length", " bf16 W4 backward, one tile", " fp32 W3"),
+    *variants("fused K128 V128", " fp32", " bf16", " fp32, many"),
+    *variants("fused K128 V128", " bf16, many", " fp32, eight value heads", " unbounded, K first", " speculative"),
+    *variants("fused K128 V128 replay", "", " bf16", spec_tokens=3),
+    *variants("fused", " K64 V64 fp32", " K64 V128 bf16, W3", " K128 V64 fp32"),
+    *variants("prefill fp32 K64 V64 chunk", " 32, tf32x3", " 64, tf32x3"),
+    *variants("prefill fp32 K128 V128 chunk", " 32, tf32x3", " 64, tf32x3"),
+    *variants("prefill fp32", " K64 V64 chunk 32, ieee", " K64 V64 chunk 64, ieee", " K128 V128 chunk 32, ieee"),
+    *variants("prefill fp32 K128 V128 chunk", " 64, ieee", " 32, many heads, tf32x3", " 64, many heads, tf32x3"),
+    *variants("hopper K128 V128", " bounded", " unbounded", " unbounded, fixed length", **WHOLE),
+    *variants("hopper K128 V128", " fixed length", " offsets in int64", " log decays in fp32", **WHOLE),
+    *variants("hopper K128 V128 intermediate states", state_dtype=BF16, split=1, sequences=17),
+    *variants("hopper K128 V128", " pool with checkpoints, V first", " checkpoints in a buffer, V first", **WHOLE),
+    *variants("hopper K128 V128 checkpoints in a buffer, intermediate states", **WHOLE),
+    *variants("hopper K128 V128 regular checkpoints", ", V first", "", **WHOLE),
+    *variants("hopper K128 V128 regular checkpoints in bf16, V first", packed=False, split=1, sequences=17),
+    *variants("hopper K128 V128 backward", "", ", fixed length", ", unbounded, V first", **WHOLE),
+    *variants("hopper K128 V128", " backward, log decays in fp32", " kept for the backward pass", **WHOLE),
+    *variants("hopper few heads K128 V128", "", " fixed length"),
+    *variants("hopper few heads", " K128 V128 unbounded, pool with checkpoints", " K128 V128 backward", " K64 V64"),
+    *variants("hopper K128 V128 stream-K, offsets in int64", **STREAM_K),
+    *variants("hopper K128 V128 stream-K", "", ", fixed length", ", regular checkpoints, V first", **STREAM_K),
+    *variants("hopper K128 V128 split", ", regular checkpoints, V first", "", ", fixed length"),
+    *variants("hopper K128 V128 split, pool with checkpoints", state_v_first=True),
+    *variants("hopper K128 V128 over", " ranks", " two ranks", " two ranks, split, pool, V first"),
+    *variants("hopper K128 V128 over two ranks, stream-K", **STREAM_K),
+    *variants("hopper K128 V128 over two ranks, for the backward pass", "", ", split"),
+    *variants("hopper K128 V128 over two ranks, backward", rank=SECOND),
+    *variants("hopper K128 V128 over two ranks, split, backward", rank=SECOND),
+    *variants("hopper K128 V128", " over ranks, backward", " split, backward"),
+    *variants("hopper K128 V128 split, fixed length, V first, backward"),
+    *variants("hopper K128 V128 split, kept for the backward pass"),
+    *variants("hopper K64 V64", " split, fixed length", " over ranks, fixed length, V first, backward"),
+    *variants("hopper K64 V64 over two ranks, fixed length, V first, backward", rank=SECOND),
+    *variants("hopper K64 V64 split, backward"),
+    *variants("hopper forgetting", " K128 V128", " K128 V128, fixed length", " K128 V128, pool, V first"),
+    *variants("hopper forgetting", " K64 V64, fixed length", " steps K128 V128", " steps K128 V128, fixed length"),
+    *variants("hopper steps K128 V128", "", " fixed length", " offsets in int64", " V first, states in bf16"),
+    *variants("hopper steps K128 V128 unbounded", "", ", fixed length", ", log decays"),
+    *variants("hopper steps K128 V128 stream-K", "", ", fixed length", ", offsets in int64", heads=96),
+    *variants("hopper steps K128 V128 pool with checkpoints"),
+    *variants("hopper steps K128 V128", " pool with checkpoints, V first", " checkpoints in a buffer, V first"),
+    *variants("hopper steps K128 V128 checkpoints in a buffer, fixed length"),
+    *variants("hopper steps K128 V128 stream-K, checkpoints in a buffer", "", ", fixed length", heads=96),
+    *variants("hopper steps K128 V128 regular checkpoints", "", ", V first", " in bf16, V first, fixed length"),
+    *variants("hopper steps K128 V128 stream-K, regular checkpoints, V first", heads=96),
+    *variants("hopper steps K128 V128 over", " ranks", " two ranks", " two ranks, fixed length, V first"),
+    *variants("hopper steps K128 V128 over two ranks, stream-K", heads=96),
+    *variants("hopper steps K128 V128 over ranks, fixed length, V first"),
+    *variants("hopper steps K128", " V128 over ranks, pool, unbounded", " V64"),
+    *variants("hopper steps K64 V64", "", " fixed length", " pool with checkpoints, V first", " regular checkpoints"),
+    *variants("hopper steps K64 V64", " unbounded", " unbounded, log decays", " over ranks", " over two ranks"),
+    *variants("hopper steps K64 V128 stream-K", heads=96),
+    *variants("hopper K64 V128 backward", **WHOLE),
+    *variants("hopper K128 V64 backward, unbounded", gate="logsigmoid", split=1, sequences=17),
+    *variants("hopper K64 V64", **WHOLE),
+    *variants("hopper K64 V64 unbounded", gate="logsigmoid", split=1, sequences=17),
+    *variants("hopper decode", " K128 V128, lower_bound", " K64 V64, softplus"),
+    *variants("hopper replay K128 V128", spec_tokens=7),
+    *variants("hopper replay K128 V128 bf16", "", ", two CTAs an SM", spec_tokens=3),
+    *variants("hopper replay of", " 16 tokens K128 V128", " 17 tokens K128 V128"),
+    *variants("hopper replay K128 V128 unbounded", spec_tokens=7),
+    *variants("hopper replay K128 V128 unbounded bf16", "", ", two CTAs an SM", spec_tokens=3),
+    *variants("hopper replay of 16 tokens K128 V128 unbounded"),
+    *variants("hopper replay of 17 tokens K128 V128", " unbounded", " bf16"),
+    *variants("hopper replay K64 V64 bf16", spec_tokens=7),
+    *variants("hopper replay K64 V64 unbounded bf16", gate="logsigmoid", spec_tokens=7),
+    *variants("hopper commit of records", " K128 V128", " of 17 tokens K128 V128"),
+    *variants("hopper commit of records", " K128 V128 bf16", " K64 V128 bf16", " of 17 tokens K128 V128 bf16"),
+    *variants("hopper commit of records of heads", " K128 V128 bf16", " K64 V128 bf16", " of 16 tokens K128 V128 bf16"),
+    *variants("hopper fused K128 V128 fp32"),
+    *variants("hopper fused", " K128 V128 bf16", " K128 V128 bf16, eight value heads", " K64 V64 bf16, unbounded, W3"),
+    *variants("hopper wy", " K128 V128", " K128 V128 fixed length", " K64 V64", " K128 V128 fixed length, V first"),
+)
 
 
 def fingerprint(launch: Launch, arch: int) -> str:

@@ -11,22 +11,17 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import flashdelta as fd
-from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, shard_attention
-from flashdelta.nn.lm import VOCABULARY
 from flashdelta.parallel import context_parallel
 from flashdelta.parallel.exchange import exchange
 from flashdelta.tools.devices import capture
 
 from ..support.cases import BF16, FP32, Case
 from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import NO_H, relative_error, same_bits
+from ..support.oracle import relative_error, same_bits
 from ..support.ranks import SHARED, Cut, Found, incoming_of, results_of
-from .calls import KIMI, UNBOUNDED, first_configurations
+from .calls import KIMI, UNBOUNDED
 
 CASES = {
     "through_all": replace(KIMI, name="ranks_all", lengths=(4096,), state=FP32),
@@ -36,7 +31,6 @@ CASES = {
 }
 # few heads: ranks cut their tokens into segments, which take less memory than the values of so many tokens
 CASES["segments"] = replace(KIMI, name="ranks_segments", lengths=(1000, 9752), H=4, HV=4, state=FP32)
-CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 1395), state=None)
 # gradients of many repeats, and in a test that waits for a timeout
 TINY = replace(KIMI, name="ranks_tiny", lengths=(200, 56), state=FP32)
 REPEATS, BACKWARD_REPEATS, FEWER = 1000, 300, 10
@@ -167,25 +161,6 @@ def lose_a_rank(group: dist.ProcessGroup, way: str, backend: str) -> None:
         os._exit(TOLD if waited else 1)  # not by destructors, which a GPU with an error may not let end
 
 
-def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
-    """`o` and gradients of ours and of FLA's context parallelism, which takes no states."""
-    from fla.ops.cp import build_cp_context
-    from fla.ops.kda import chunk_kda
-
-    offsets = cut.call["cu_seqlens"]
-    contexts = {"ours": context_parallel(offsets, group=group), "fla": build_cp_context(offsets, group=group)}
-    found = {}
-    for name, op in (("ours", fd.chunk_kda), ("fla", chunk_kda)):
-        own = {"backend": cut.call["backend"]} if name == "ours" else {}
-        dropped = ("initial_state", "backend", "chunk_size", *NO_H, "output_final_state")
-        call = {key: x for key, x in cut.local(contexts["ours"]).items() if key not in dropped}
-        inputs = {key: call[key].requires_grad_() for key in (*TOKEN_TENSORS, *SHARED) if key in call}
-        o = op(**call | own | {"cp_context": contexts[name]})[0]
-        grads = torch.autograd.grad(o, list(inputs.values()), cut.gradients(group.rank())[0].contiguous())
-        found[name] = {"o": o.detach(), **dict(zip(inputs, grads))}
-    return found
-
-
 def every_case(group: dist.ProcessGroup, backend: str, compiles: bool = False) -> dict[str, object]:
     """What the ranks find in each, and in which other ways they find other bits: again, by either exchange, with what the
     forward keeps, compiled."""
@@ -251,55 +226,4 @@ def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
     found["many tokens"] = of_many_tokens(group, backend)
     packed = cut_of(CASES["packed"], group.size(), backend)
     found["way"] = context_parallel(packed.call["cu_seqlens"], group=group).exchange
-    with first_configurations():
-        both = beside_fla(cut_of(CASES["fla"], group.size(), backend), group)
-    found["beside FLA"] = {name: on_host(x) for name, x in both.items()}
-    return found
-
-
-# ---- a model ---------------------------------------------------------------------------------------------------------
-
-MODEL = LanguageModelConfig(
-    hidden_size=256, mlp_size=256, num_layers=2, num_heads=2, num_v_heads=2, head_dim=128, head_v_dim=128
-)
-STEPS, ROWS, LENGTH = 6, 2, 129
-"""Of training; rows are each rank's, a token longer than what the model reads."""
-
-
-def sharded(model: KdaLanguageModel) -> nn.Module:
-    """By FSDP2: layers, blocks, model, computing in bfloat16."""
-    policy = MixedPrecisionPolicy(param_dtype=BF16)
-    shard_attention(model, param_dtype=BF16)
-    for module in (*model.blocks, model):
-        fully_shard(module, mp_policy=policy)
-    return model
-
-
-TRAINERS = {"alone": lambda model: model, "ddp": DistributedDataParallel, "fsdp": sharded}
-
-
-def trained(group: dist.ProcessGroup, device: str = "cuda") -> dict[str, list[float]]:
-    """Losses of a model's first steps: by this rank alone with the rows of all, and by all ranks with rows of their own."""
-    rank, ranks = group.rank(), group.size()
-    rows = torch.randint(len(VOCABULARY), (ranks * ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
-    found = {}
-    for name, wrap in TRAINERS.items():
-        torch.manual_seed(0)
-        model = wrap(KdaLanguageModel(MODEL).to(device))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        tokens = rows if name == "alone" else rows.chunk(ranks)[rank]
-        losses = []
-        for _ in range(STEPS):
-            with torch.autocast(device, BF16, enabled=name != "fsdp"):
-                logits = model(tokens[:, :-1])[0]
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = loss.detach().clone()
-            if name != "alone":
-                dist.all_reduce(mean)
-                mean /= ranks
-            losses.append(float(mean))
-        found[name] = losses
     return found

@@ -82,25 +82,3 @@ def test_a_graph_decides_at_each_replay(case: Case):
                 given[name].copy_(x)
         replay()
         assert all(same_bits(x, y) for x, y in zip(results, want[memory])), memory
-
-
-@pytest.mark.parametrize("memory", ["random", "slow"])
-def test_a_pool_in_place(memory: str):
-    """The last segment stores where the first one reads, 200 times."""
-    call = hopper_call(PACKED, memory)
-    states = call.pop("initial_state")
-    slots = torch.randperm(2 * states.shape[0], device="cuda")[: states.shape[0]].int()
-    pool = torch.randn(2 * states.shape[0], *states.shape[1:], device="cuda")
-    pool[slots.long()] = states
-    before = pool.clone()
-    call |= {"state_pool": pool, "state_indices": slots, "output_final_state": False}
-    want = in_segments(call)[0].clone()
-    after = pool.clone()
-    untouched = torch.ones(len(pool), dtype=torch.bool, device="cuda")
-    untouched[slots.long()] = False
-    assert same_bits(after[untouched], before[untouched])
-    for _ in range(200):
-        pool.copy_(before)
-        found = poisoned(call)[0]
-        assert_same_bits((found,), (want,), covered_tokens(call))
-        assert same_bits(pool, after)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,7 +22,6 @@ from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefil
 from ..support.shared import folder_of_run
 from .c_library import GIVEN, c_decode, c_prefill, can_build, library_for_this_gpu
 from .calls import assert_same_bits, captured, case_and_dtype, in_turn
-from .test_hazards import assert_memcheck_finds_nothing
 from .test_prefill import tokens_of
 
 pytestmark = pytest.mark.gpu
@@ -121,10 +119,3 @@ def test_ctypes_example(library_path: Path):
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": right") == 3
-
-
-@pytest.mark.long
-def test_memcheck_finds_nothing(library_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(GIVEN, str(library_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])))
-    assert_memcheck_finds_nothing("-m", "tests.gpu.sanitized_library")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import flashdelta as fd
 
 from ..support.cases import BF16, BOUNDED, BY_NAME, CASES, FP16, FP32, HARD_CASES, Case, case_id, named
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
-from ..support.oracle import chunked_truth, poisoned_memory, same_bits, tolerance_of, truth
+from ..support.oracle import chunked_truth, poisoned_memory, same_bits, truth
 from .calls import (
     BOTH,
     CALLS_TO_A_REPLAY,
@@ -28,7 +27,6 @@ from .calls import (
     hold,
     hold_each,
     joined,
-    lengths_between,
     of_sequence,
     on_gpu,
     poisoned,
@@ -188,30 +186,6 @@ def test_every_tail(state: torch.dtype | None, model: Case, backend: str):
     hold(call, results, want)
     hold_each(call, results, want)
     assert_same_bits(results, joined(poisoned(one) for one in sequence_calls(call)))
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 40, 200, 600])
-def test_random_packings(count: int, model: Case, backend: str):
-    """Up to 600 sequences of 0 to 3000 tokens. Some, the longest among them, are held against the truth, and all against the
-    portable backend, which is within its tolerance of the truth too."""
-    lengths = lengths_between(count, count, longest=3000)
-    heads = {"H": 2, "HV": 4} if count % 2 else {"H": 4, "HV": 4}
-    case = replace(model, **heads, lengths=lengths, unused=count % 5, state=FP32, v_first=True)
-    # the plan of a split depends on the batch
-    call = gpu_call(fd.chunk_kda, case, BF16, backend) | {"split": False}
-    results = poisoned(call)
-    if backend != "triton":
-        portable = poisoned(call | {"backend": "triton"})
-        hold_each(call, results, portable, slack=(tolerance_of(call),) * 2)
-    singles = sequence_calls(call)
-    filled = [n for n, length in enumerate(lengths) if length > 0]
-    picked = {max(filled, key=lambda n: lengths[n]), *Random(count).sample(filled, min(4, len(filled)))}
-    for n in sorted(picked):
-        own = of_sequence(call, results, n)
-        hold(singles[n], own, chunked_truth(singles[n]))
-        assert_same_bits(poisoned(singles[n]), own)
-    for n in set(range(count)) - set(filled):
-        assert same_bits(results[1][n], call["initial_state"][n])
 
 
 # ---- what must hold to the bit: repeats, splits, neighbours, absent states ----------------------------------------

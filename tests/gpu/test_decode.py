@@ -33,7 +33,6 @@ from .calls import (
     check_late,
     hold_replay,
     in_turn,
-    nothing_compiles,
     overlapping,
     whole_heads,
 )
@@ -185,32 +184,6 @@ def check_captured_round(state: torch.dtype) -> None:
 
     for indices, counts in (((3, 1, 9), (4, 2, 1)), ((11, -1, 2), (3, 3, 5)), ((0, 0 - 2, 40), (1, 1, 1))):
         hold_replay(both, [pool], functools.partial(change, indices, counts))
-
-
-@pytest.mark.long
-def test_warmup_compiles_all_that_decoding_needs(backend: str):
-    """Afterwards no other batch, heads, slots, lengths, row strides or counts compile. All that is compiled depends on layout
-    and dtype, so one pair stands for four, of which each takes a minute."""
-    options = {"state_dtype": BF16, "state_v_first": True, "speculative": True}
-    fd.warmup(fd.recurrent_kda, [(128, 128)], backend=backend, **options)
-    base = replace(KIMI, state=BF16)
-    steps = [
-        base,
-        replace(base, B=1, indices=(3,)),
-        replace(base, H=1, HV=1),
-        replace(base, H=3, HV=12),
-        replace(base, B=300, slots=300, indices=tuple(range(300))),
-        replace(base, slots=40, gap=16, indices=(39, 1, 2, 3, -1)),
-        replace(base, layout="mixed"),
-        replace(base, T=3),
-        replace(base, lengths=(1, 0, 3, 8, 1)),
-        *(replace(drafts, state=BF16) for drafts in (SPECULATIVE, DRAFTS, VERIFY)),
-    ]
-    with nothing_compiles():
-        for step in steps:
-            fd.recurrent_kda(**make_step(step, BF16, "cuda"), backend=backend)
-        for drafts in (VERIFY, REPLAY_OF_MANY):
-            check_replay(replace(drafts, state=BF16), BF16, backend, "cuda", wide=False)
 
 
 @pytest.mark.usefixtures("much_memory")

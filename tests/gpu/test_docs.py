@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,22 +41,7 @@ hopper = pytest.mark.skipif(
 @hopper
 @pytest.mark.long
 def test_the_tutorials_kernels_are_right():
-    for step, said in (("1_load", "2 x, to the bit"), ("2_multiply", "x y"), ("3_pipeline", "x y")):
-        assert said in run(f"examples/gluon/step_{step}.py")
-    assert len(rates()) == 5  # step 4 ends where one of them is wrong
-
-
-@hopper
-@pytest.mark.long
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times kernels: wants a GPU to itself, no -n")
-def test_the_tutorials_ways_take_the_time_it_says():
-    best: dict[str, float] = {}
-    for _ in range(3):
-        best = {way: max(rate, best.get(way, 0.0)) for way, rate in rates().items()}
-    assert best["PyTorch"] > best["2 stages"] > best["one stage"] > max(best["3 stages"], best["4 stages"])
-
-
-def rates() -> dict[str, float]:
-    """TFLOP/s of each way to multiply."""
-    found = re.findall(r"^(.*?) +([\d.]+) TFLOP/s", run("examples/gluon/step_4_measure.py"), flags=re.MULTILINE)
-    return {way: float(rate) for way, rate in found}
+    """The last step ends where one of its ways is wrong."""
+    steps = {"1_load": "2 x, to the bit", "2_multiply": "x y", "3_pipeline": "x y", "4_measure": " TFLOP/s"}
+    for step, said in steps.items():
+        assert said in run("-m", f"examples.gluon.step_{step}")

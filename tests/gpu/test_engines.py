@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import functools
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashdelta.integrations import _vllm
-
-from ..support.cases import BF16, FP32
-from ..support.engine_kernels import ENVIRONMENT, STEP, own_functions
-from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_sequence, exact_steps
+from ..support.cases import BF16
+from ..support.engine_kernels import ENVIRONMENT, own_functions
+from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_sequence
 from ..support.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 from ..support.serving import serve, serve_steps
-from .calls import hold_replay, nothing_compiles
+from .calls import hold_replay
 
 pytestmark = pytest.mark.gpu
 
@@ -163,69 +160,7 @@ def test_prefill_beside_theirs(name: str, heads: int, kind: str):
         hold(*(x[count + 1 : 2 * count + 1] for x in pools), marked, f"{what}, tracked states")
 
 
-@beside
-@pytest.mark.parametrize("name", THEIRS)
-@pytest.mark.parametrize("heads", (12, 32))
-@pytest.mark.parametrize("state", (FP32, BF16), ids=("fp32", "bf16"))
-@torch.inference_mode()
-def test_decode_and_verify_beside_theirs(name: str, heads: int, state: torch.dtype):
-    """Outputs and states after each token, be they in the pool or in SGLang's buffer."""
-    model, count, per = Model(heads, 128, state=state), 40, 4
-    rows, start = model.tokens(count * per), model.pool(count * per + 1)
-    table = model.index(range(1, count * per + 1)).view(count, per)
-    slots = table[:, 0].contiguous()
-    o, states = exact_steps(model, rows, start[slots.long()], per)
-    exact = {"decode": o[:, 0], "decoded states": states[:, 0], "verify": o.flatten(0, 1), "states of drafts": states}
-    found = []
-    for layer in pair(name, model):
-        pool = start.clone()
-        first = Batch(model, rows.view(count, per, -1)[:, 0].contiguous(), [1] * count)
-        results = {"decode": layer.decode(first, pool, slots)[0], "decoded states": pool[slots.long()]}
-        pool.copy_(start)
-        batch = Batch(model, rows.clone(), [per] * count)
-        if isinstance(layer, SGLang):
-            buffer = pool.new_zeros(count, per, *pool.shape[1:])
-            results["verify"] = layer.verify_read_only(batch, pool, slots, buffer, per)[0]
-            assert torch.equal(pool, start)
-        else:
-            results["verify"] = layer.verify(batch, pool, table, model.index([1] * count))[0]
-            buffer = pool[table.long()]
-        found.append(results | {"states of drafts": buffer})
-    for what, want in exact.items():
-        hold(found[0][what], found[1][what], want, f"{name}, {heads} heads, {what}", ALLOWED_OF_FEW)
-
-
 STEPS = pytest.mark.parametrize("drafts", (0, 3), ids=("decode", "verify"))
-
-
-@beside
-@STEPS
-@pytest.mark.parametrize("by_channel", (False, True))
-@pytest.mark.parametrize("heads", (12, 32))
-@pytest.mark.parametrize("state", (FP32, BF16), ids=("fp32", "bf16"))
-@torch.inference_mode()
-def test_a_whole_step_beside_the_chain(drafts: int, by_channel: bool, heads: int, state: torch.dtype):
-    """Convolution, attention and norm of Kimi-K3: two rounds, the second of which starts from windows and states of the first.
-    The windows must have the same bits."""
-    model, count = Model(heads, 128, state=state), 40
-    step, counts = K3Step(model, drafts, by_channel), model.index([1 + i % (1 + drafts) for i in range(count)])
-    assert step.backends() == ("flashdelta", "flashinfer" if drafts else "native")
-    tokens, slots = count * (1 + drafts), model.index(range(1, count * (1 + drafts) + 1))
-    pool, windows = model.pool(tokens + 1), step.windows(tokens + 1)
-    accepted = (torch.ones_like(counts), counts) if drafts else (None, None)
-    slots = slots.view(count, 1 + drafts) if drafts else slots
-    chain = functools.partial(step.chain, own_functions(STEP))
-    for what, given in zip(("first", "second"), accepted):
-        batch, z = Batch(model, model.tokens(tokens), [1 + drafts] * count), step.output_gate(tokens)
-        want, states = step.exact(batch, z, pool, windows, slots, given)
-        found = []
-        for run in (step.fused, chain):
-            own, kept = model.pool(tokens + 1).copy_(pool), windows.clone(memory_format=torch.preserve_format)
-            found.append((run(batch, z, own, kept, slots, given), own, kept))
-        hold(found[0][0], found[1][0], want, f"{heads} heads, {what} round", ALLOWED_OF_FEW)
-        hold(found[0][1], found[1][1], states, f"{heads} heads, states of the {what} round", ALLOWED_OF_FEW)
-        assert same_bits(found[0][2], found[1][2])
-        _, pool, windows = found[0]
 
 
 @STEPS
@@ -255,32 +190,3 @@ def test_graphs_of_a_whole_step(drafts: int, by_channel: bool):
     reserved = pool[0].clone(), windows[0].clone()
     hold_replay(run, [pool, windows], change, slice(0, 12 if drafts else 8))
     assert same_bits(pool[0], reserved[0]) and same_bits(windows[0], reserved[1])
-
-
-@pytest.mark.long
-@torch.inference_mode()
-def test_a_layer_that_is_built_compiles_its_steps():
-    """Afterwards no batch of either kind compiles."""
-    model = Model(16, 128, state=BF16)  # as in vLLM, rows lie a multiple of 16 elements apart
-    step = K3Step(model, 3, False)
-    backend, verify = step.backends()
-    places, channels = 6, step.channels
-    layer = SimpleNamespace(
-        **dict(local_num_heads=16, head_dim=128, conv_size=4, num_spec=3, gate_lower_bound=-5.0),
-        model_config=SimpleNamespace(dtype=BF16),
-        get_state_shape=lambda: ((places, channels), (16, 128, 128)),
-        get_state_dtype=lambda: (BF16, BF16),
-        kda_decode_backend=backend,
-        kda_spec_decode_backend=verify,
-    )
-    limits = SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8)
-    _vllm.built_k3(lambda **call: None, {"self": layer, "vllm_config": SimpleNamespace(scheduler_config=limits)})
-    pool, windows = model.pool(200), step.windows(200)
-    with nothing_compiles():
-        for count in (1, 3, 60):
-            slots = model.index(range(1, 3 * count + 1)).view(3, count)
-            step.fused(Batch(model, model.tokens(count), [1] * count), step.output_gate(count), pool, windows, slots[0])
-        for count in (1, 3, 40):
-            batch, table = Batch(model, model.tokens(4 * count), [4] * count), model.index(range(1, 4 * count + 1))
-            accepted = model.index([1] * count)
-            step.fused(batch, step.output_gate(4 * count), pool, windows, table.view(count, 4), accepted)

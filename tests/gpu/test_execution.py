@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -279,42 +278,6 @@ def test_a_hundred_calls_give_the_same_bits(kind: Kind, backend: str):
                     noise.clone()
         assert_same_bits(kind.run(call), want)
     torch.cuda.synchronize()
-
-
-OVERLAPPING = [
-    *kinds("of two lengths", replace(KIMI, H=8, HV=8, T=2000), replace(KIMI, H=8, HV=8, lengths=(700, 900))),
-    *prefill("", PREFILLS[-1]),
-]
-
-
-@pytest.mark.parametrize("kind", OVERLAPPING, ids=case_id)
-def test_two_streams_at_once(kind: Kind, backend: str):
-    """Calls that overlap share no scratch memory."""
-    calls = [functools.partial(kind.run, kind.call(backend, number)) for number in range(2)]
-    want = [call() for call in calls]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in calls]
-    found: list[list[tuple]] = [[] for _ in calls]
-    for _ in range(8):
-        for stream, call, results in zip(streams, calls, found):
-            with torch.cuda.stream(stream):
-                results.append(call())
-    torch.cuda.synchronize()
-    for each, first in zip(found, want):
-        for results in each:
-            assert_same_bits(results, first)
-
-
-@pytest.mark.parametrize("tokens", (KIMI.T, KIMI.T - 64), ids=("repeated", "first"))
-def test_a_new_thread_needs_no_cuda_call_of_its_own(tokens: int, backend: str):
-    """All its memory comes from PyTorch's cache."""
-    call = gpu_call(fd.chunk_kda, KIMI, BF16, backend)
-    for _ in range(CALLS_TO_A_REPLAY):
-        fd.chunk_kda(**call)
-    call |= {name: call[name][:, :tokens] for name in ("q", "k", "v", "g", "beta")}
-    with ThreadPoolExecutor(1) as executor:
-        results = executor.submit(fd.chunk_kda, **call).result()
-    assert_same_bits(results, fd.chunk_kda(**call))
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..support.processes import on_processes
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
 from .calls import KIMI, case_and_dtype, in_turn
-from .ranks import CASES, TOLD, WAYS, cut_of, lose_a_rank, trained, work, work_of_more
+from .ranks import CASES, TOLD, WAYS, cut_of, lose_a_rank, work, work_of_more
 
 pytestmark = pytest.mark.gpu
 
@@ -65,13 +65,10 @@ def hold(found: Found, cut: Cut) -> None:
         assert own <= SUMMED.get(name, WORSE) * plain + 1e-4, f"{name}: {own:.2e}, of the whole call {plain:.2e}"
 
 
-VIRTUAL = [name for name in CASES if name != "fla"]
-
-
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
-        *((name, ranks, {"disable_recompute": ranks == MORE}) for name, ranks in in_turn(VIRTUAL, RANKS, MORE)),
+        *((name, ranks, {"disable_recompute": ranks == MORE}) for name, ranks in in_turn([*CASES], RANKS, MORE)),
         ("packed", MORE, {}),
         *((name, RANKS, {"relay": False}) for name in ("through_all", "unbounded")),
     ],
@@ -194,32 +191,6 @@ def test_a_rank_hears_of_one_that_is_lost(way: str):
 
 
 @two_gpus
-def test_gradients_err_as_those_of_fla(processes: tuple[str, list[dict]]):
-    """At most 1.1 times as much, sums over all tokens twice; where FLA's are wrong that says nothing, and ours are held to the
-    truth."""
-    backend, found = processes
-    cut = cut_of(CASES["fla"], RANKS, backend)
-    do, dht = cut.incoming
-    truth = truth_of(Cut(cut.call, RANKS, (do, torch.zeros_like(dht))))
-    ours, fla = (cut.joined([x["beside FLA"][name] for x in found]) for name in ("ours", "fla"))
-    for name, x in ours.items():
-        own, theirs = error(x, truth[name]), error(fla[name], truth[name])
-        assert own <= LIMITS.get(name, GRADIENTS), f"{name}: {own:.2e}"
-        assert own <= SUMMED.get(name, 1.1) * theirs + 1e-4, f"{name}: {own:.2e}, FLA's {theirs:.2e}"
-
-
-@two_gpus
 def test_sequences_over_two_gpus_train_on_the_curve_of_one(tmp_path: Path):
     """The example, by torchrun."""
     trains_on_one_curve(tmp_path, 1e-3, {})
-
-
-@two_gpus
-def test_a_model_trains_over_two_gpus_as_on_one():
-    """Each with rows of its own, replicated by DDP and sharded by FSDP2: the losses of one GPU with all rows."""
-    for found in on_processes(RANKS, trained, device="cuda", timeout=PATIENCE):
-        alone = torch.tensor(found.pop("alone"))
-        assert alone[-1] < 0.9 * alone[0]
-        for way, losses in found.items():
-            off = (torch.tensor(losses) / alone - 1).abs().max()
-            assert off <= 0.01, f"{way}: {losses}, alone {alone.tolist()}"

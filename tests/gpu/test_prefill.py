@@ -1,4 +1,4 @@
-"""`kda_prefill` on the GPU against float64: all sizes and precisions, every length up to 300, 100,000 tokens, hard inputs; and
+"""`kda_prefill` on the GPU against float64: all sizes and precisions, 100,000 tokens, hard inputs; and
 calls that repeat."""
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from flashdelta.kernels.triton.build import build
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as runtime
 
-from ..support.cases import FP32, Case
-from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
-from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+from ..support.cases import Case
+from ..support.oracle import poisoned_memory, relative_error
+from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, sized, truth
 from .calls import assert_same_bits, case_and_dtype, in_turn
 
 pytestmark = pytest.mark.gpu
 
-LONGEST = 300
 
 LONG = [
     replace(PLAIN, name="any decay", T=100_000),
@@ -59,21 +58,6 @@ def tokens_of(call: dict, tokens: slice) -> dict:
     return call | {name: call[name][:, :, tokens].contiguous() for name in INPUTS}
 
 
-@pytest.mark.parametrize("size", SIZES, ids=size_id)
-def test_every_length(size: tuple[int, int, int]):
-    """Outputs of a token do not depend on later ones: one truth serves all."""
-    call = prefill_call(sized(replace(PLAIN, T=LONGEST), size), "cuda")
-    o, w, u = truth(call)
-    for T in range(1, LONGEST + 1):
-        with poisoned_memory():
-            found = fd.kda_prefill(**tokens_of(call, slice(T)))
-        assert_close(f"o, T = {T}", found[0], o[:, :, :T], TOLERANCE[FP32])
-        for name, got, want in zip("wu", found[1:], (w, u)):
-            rows = got.flatten(2, 3)
-            assert_close(f"{name}, T = {T}", rows[:, :, :T], want.flatten(2, 3)[:, :, :T], TOLERANCE[FP32])
-            assert rows.shape[2] == -(-T // size[2]) * size[2] and rows[:, :, T:].eq(0).all()
-
-
 @pytest.mark.parametrize(
     ("size", "precision", "arch"),
     [(SIZES[0], "tf32x3", 80), (SIZES[-1], "tf32x3", 89), (SIZES[-1], "tf32x3", 120), (SIZES[-1], "ieee", 80)],
@@ -107,18 +91,6 @@ def test_more_than_2_31_elements():
     del x, results
     torch.cuda.empty_cache()
     hold(replace(PLAIN, T=T, K=K, V=K), fd.kda_prefill(**alone), truth(alone))
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_nan_stays_in_its_head(name: str):
-    call = prefill_call(replace(PLAIN, B=2, H=2, HV=2), "cuda")
-    want = fd.kda_prefill(**call)
-    spoiled = call | {name: call[name].clone()}
-    spoiled[name][0, 1] = torch.nan
-    found = fd.kda_prefill(**spoiled)
-    for got, clean in zip(found, want):
-        assert same_bits(got[1], clean[1]) and same_bits(got[0, 0], clean[0, 0])
-    assert found[0][0, 1].isnan().any()
 
 
 # ---- repeated calls -------------------------------------------------------------------------------------------------

@@ -121,12 +121,3 @@ def test_a_graph_splits_anew_at_every_replay(other_backend: str):
         for _ in range(3):
             graph.replay()
         assert_same_bits(results, want, covered_tokens(call))
-
-
-def test_split_tiles_a_hundred_times(other_backend: str):
-    """A state that is read too early shows in some of them."""
-    call = gpu_call(fd.chunk_kda, replace(CASES[0], T=700, state=FP32), BF16, other_backend)
-    assert work_of(call).carries > 0
-    want = whole_tiles(call)
-    for _ in range(100):
-        assert_same_bits(fd.chunk_kda(**call), want)

@@ -6,75 +6,49 @@ from V throughout, so that a state of the wrong layout can't pass.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashdelta.problem.problem import PLAIN_GATES
+from flashdelta.tools import cases as verified
+from flashdelta.tools.cases import BF16, FP16, FP32  # noqa: F401
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call. `lengths`: packed sequences, in one row with `unused` tokens of none behind them; else `B` rows of `T` tokens.
-    `lower_bound` is of the gate of that name.
+@dataclass(frozen=True, kw_only=True)
+class Case(verified.Case):
+    """One call. `lengths`: packed sequences, in one row with `unused` tokens of none behind them.
 
     `hard`: a key of `inputs.HARD`, which changes the tensors. `ill_conditioned`: rounding a chunk's operands to the working
     dtype, which every chunked kernel must do, already costs more than the usual tolerance; see `oracle.rounding_error`.
     `memory`: how long channels remember; see `inputs.gate_parameters`."""
 
-    name: str
-    why: str
-    _: KW_ONLY
-    B: int = 1
     T: int = 70
-    H: int = 2
-    HV: int = 2
     K: int = 32
     V: int = 64
-    lengths: tuple[int, ...] | None = None
     unused: int = 0
     offsets_dtype: torch.dtype = torch.int64
     gate: str = "none"
     lower_bound: float | None = None
-    safe: bool = False
     has_A_log: bool = True
     has_dt_bias: bool = True
     broad_parameters: bool = False
     beta: str = "value"
     l2norm: bool = True
     scale: float | None = None
-    chunk_size: int = 64
-    state: torch.dtype | None = None
-    v_first: bool = False
     final: bool = True
     h: bool = False
     wide_gate: bool = False
     layout: str = "dense"
     memory: str = "short"
-    hard: str | None = None
     ill_conditioned: bool = False
 
     @property
-    def batch(self) -> int:
-        """Rows of the tensors."""
-        return self.B if self.lengths is None else 1
-
-    @property
     def tokens(self) -> int:
-        """Of a row."""
-        return self.T if self.lengths is None else sum(self.lengths) + self.unused
-
-    @property
-    def sequences(self) -> int:
-        return self.B if self.lengths is None else len(self.lengths)
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        return (self.HV, self.V, self.K) if self.v_first else (self.HV, self.K, self.V)
+        return super().tokens + (self.unused if self.lengths is not None else 0)
 
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 BOUNDED: dict[str, Any] = {"gate": "lower_bound", "lower_bound": -5.0, "beta": "logit"}
 """What Kimi-K3 and GLM call."""
 

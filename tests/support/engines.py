@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashdelta import chunk_kda, fused_kda_decode, recurrent_kda
+from flashdelta import chunk_kda, fused_kda_decode
 from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations.seams import Patch, Replacement
 
@@ -103,19 +103,6 @@ def exact_sequence(model: Model, rows: Tensor) -> tuple[Tensor, Tensor]:
     flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
     found: Any = chunk_kda(**call, **flags, output_final_state=True, state_v_first=True)
     return found[0][0], found[1][0]
-
-
-def exact_steps(model: Model, rows: Tensor, states: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """`[N, tokens, H, D]`, and the states `[N, tokens, H, V, K]` after each token, in float64. Sequence `n` starts from
-    `states[n]` and has as many `rows` as the others."""
-    batch = Batch(model, rows, [len(rows)])
-    given = {name: x[0].unflatten(0, (-1, tokens)) for name, x in batch.tokens.items()}
-    given = float64(given | model.gate | {"initial_state": states})
-    given["intermediate_states"] = states.new_zeros(len(states), tokens, *states.shape[1:], dtype=torch.float64)
-    options: dict[str, Any] = {"beta_is_logit": True, "backend": "reference"}
-    drafts = {"num_spec_tokens": tokens - 1, "update_state": False}
-    o, _ = recurrent_kda(**given, **options, **drafts, gate="softplus" if model.lower_bound is None else "lower_bound")
-    return o, given["intermediate_states"]
 
 
 @dataclass

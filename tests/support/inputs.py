@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashdelta.problem.problem import ChunkTensors
 from flashdelta.tools import cases as verified
+from flashdelta.tools.cases import Source
 
 from .cases import Case
 
@@ -60,46 +61,16 @@ def packed_offsets(case: Case, device: str | torch.device) -> dict[str, Tensor]:
 
 def settings(case: Case) -> dict:
     """The arguments that are no tensors."""
-    asked: dict = {"use_qk_l2norm_in_kernel": case.l2norm}
-    if case.gate in ("softplus", "lower_bound"):
-        bound = case.lower_bound if case.gate == "lower_bound" else None
-        asked |= {"use_gate_in_kernel": True, "lower_bound": bound}
-    elif case.gate != "none":
-        asked["gate"] = case.gate
-    if case.beta != "value":
-        asked |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.beta == "double_logit"}
-    if case.scale is not None:
-        asked["scale"] = case.scale
-    return asked | {
-        "safe_gate": case.safe,
-        "chunk_size": case.chunk_size,
-        "output_final_state": case.final,
-        "return_intermediate_states": case.h,
-        "state_v_first": case.v_first,
-    }
-
-
-class Source:
-    """Seeded random tensors on one device."""
-
-    def __init__(self, dtype: torch.dtype, device: str | torch.device, seed: int) -> None:
-        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.device = device
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.device, dtype=self.wide)
-
-    def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(*shape, generator=self.generator, device=self.device, dtype=self.wide)
+    own = {"use_qk_l2norm_in_kernel": case.l2norm, "return_intermediate_states": case.h}
+    own |= {"output_final_state": case.final} | ({} if case.scale is None else {"scale": case.scale})
+    return verified.settings(case) | own
 
 
 def log_decays(source: Source, case: Case) -> Tensor:
     """Mostly slow, some at the far end: down to -5 if that is promised, to about -50 otherwise."""
     shape = (case.batch, case.tokens, case.HV, case.K)
     if case.memory == "long":
-        rate = (source.uniform(case.HV, case.K) * 9 - 8).exp()
-        return -(rate * source.uniform(*shape)).clamp(max=5.0 if case.safe else 50.0)
+        return verified.log_decays(source, case)
     if case.safe:
         return -5.0 * source.uniform(*shape) ** 6
     return -(1.5 * source.normal(*shape) - 2.0).exp().clamp(max=50.0)
@@ -107,7 +78,7 @@ def log_decays(source: Source, case: Case) -> Tensor:
 
 def gate_parameters(source: Source, case: Case) -> dict:
     """`A_log` and `dt_bias` of the gates that have them."""
-    if case.gate not in ("softplus", "lower_bound"):
+    if case.gate not in verified.WITH_PARAMETERS:
         return {}
     A_log, dt_bias = MEMORY[case.memory](source, case.HV, case.K)
     parameters = {}
@@ -243,22 +214,14 @@ LAYOUTS = {
 TOKEN_TENSORS = ("q", "k", "v", "g", "beta")
 
 
-def narrow(call: dict, start: int, stop: int) -> dict:
-    """The call on tokens `[start, stop)` of every batch row, without a packed layout or a state."""
-    dropped = ("cu_seqlens", "cu_seqlens_cpu", "initial_state", "out")
-    kept = {name: x for name, x in call.items() if name not in dropped}
-    return kept | {name: call[name][:, start:stop] for name in TOKEN_TENSORS}
-
-
 def sequence_calls(call: dict) -> list[dict]:
     """Every sequence of a packed call as a call of its own, with its initial state."""
-    offsets = call["cu_seqlens"].tolist()
-    calls = []
-    for n, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        alone = narrow(call, start, stop)
+    dropped = ("cu_seqlens", "cu_seqlens_cpu", "initial_state", "out")
+    kept, calls = {name: x for name, x in call.items() if name not in dropped}, []
+    for n, (start, stop) in enumerate(itertools.pairwise(call["cu_seqlens"].tolist())):
+        calls.append(kept | {name: call[name][:, start:stop] for name in TOKEN_TENSORS})
         if call.get("initial_state") is not None:
-            alone["initial_state"] = call["initial_state"][n : n + 1]
-        calls.append(alone)
+            calls[-1]["initial_state"] = call["initial_state"][n : n + 1]
     return calls
 
 

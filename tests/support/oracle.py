@@ -8,22 +8,19 @@ NaN fails.
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.runtime.call import check
-from flashdelta.tools import cases as verified
-from flashdelta.tools.cases import relative_error
+from flashdelta.tools.cases import CHUNK_ONLY, TOLERANCE, as_recurrent, float64, relative_error, truth  # noqa: F401
 
 from . import rounding
 from .cases import Case
-from .inputs import sequence_calls
 
-TOLERANCE = verified.TOLERANCE | {torch.float64: 1e-11}
+TOLERANCE = TOLERANCE | {torch.float64: 1e-11}
 """Relative error that a kernel working in this dtype may have."""
 
 FEW_TOKENS, TOLERANCE_FOR_FEW = 8, 1e-2
@@ -35,10 +32,6 @@ ILL_CONDITIONED = 5
 
 ROW_FACTOR = 10
 """How many tolerances the worst row may be off: rounding spreads evenly, a wrong row is off by its own size."""
-
-_OF_CHUNKS, _OF_TOKENS = (inspect.signature(op).parameters for op in (fd.chunk_kda, fd.fused_recurrent_kda))
-CHUNK_ONLY = [name for name in _OF_CHUNKS if name not in _OF_TOKENS]
-"""Arguments of `chunk_kda` that `fused_recurrent_kda` does not have."""
 
 NO_H = {"return_intermediate_states": False}
 """Arguments of a `chunk_kda` that returns no states before chunks."""
@@ -95,37 +88,6 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
         return False
     plain = (x.detach().clone(memory_format=torch.contiguous_format) for x in (a, b))
     return torch.equal(*(x.view(-1).view(torch.uint8) for x in plain))
-
-
-def float64(call: dict) -> dict:
-    """The call on float64 copies of its floating-point tensors."""
-    return {
-        name: x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()
-    }
-
-
-def as_recurrent(call: dict) -> dict:
-    """The arguments of `chunk_kda` that `fused_recurrent_kda` shares."""
-    return {name: x for name, x in call.items() if name not in CHUNK_ONLY}
-
-
-def truth(call: dict, chunked: bool = False) -> tuple[Tensor, Tensor]:
-    """`(o, final_state)` of a `chunk_kda` call by the float64 token recurrence, or `chunked` by the chunked reference, which
-    is faster and agrees to 1e-13.
-
-    Packed sequences are computed one at a time from slices of the inputs, so the truth shares no packing logic with what it
-    judges. Tokens of no sequence are 0.
-    """
-    exact = float64(call) | {"output_final_state": True, "backend": "reference", "out": None}
-    ops: tuple[Callable[..., tuple], ...] = (fd.fused_recurrent_kda, fd.chunk_kda)
-    op = ops[chunked]
-    exact = exact | NO_H if chunked else as_recurrent(exact)
-    if call.get("cu_seqlens") is None or len(call["cu_seqlens"]) < 2 or call.get("state_pool") is not None:
-        return op(**exact)
-    results = [op(**sequence) for sequence in sequence_calls(exact)]
-    o = torch.cat([o for o, _ in results], dim=1)
-    unused = call["v"].shape[1] - o.shape[1]
-    return torch.nn.functional.pad(o, (0, 0, 0, 0, 0, unused)), torch.cat([state for _, state in results])
 
 
 def chunked_truth(call: dict) -> tuple:

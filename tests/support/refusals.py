@@ -311,10 +311,7 @@ REFUSED = {
         bad(checkpoint_states=zeros(4, 2, 32, 64)),
     ],
     (CHUNK, "ones"): [bad(scale=True), bad(split=True), bad(output_final_state=1)],
-    (CHUNK, "host offsets"): [
-        bad(cu_seqlens_cpu=offsets(0, 70)),
-        bad(cu_seqlens_cpu=offsets(147, 82, 81, 17, 17, 0)),
-    ],
+    (CHUNK, "host offsets"): [bad(cu_seqlens_cpu=offsets(0, 70)), bad(cu_seqlens_cpu=offsets(147, 82, 81, 17, 17, 0))],
     (FORWARD, "pool"): [
         *each(state_v_first=[None], use_qk_l2norm_in_kernel=[None], output_final_state=[True]),
         bad(state_indices=None),
@@ -330,10 +327,7 @@ REFUSED = {
         *(bad(**dict.fromkeys(("checkpoint_offsets", "checkpoint_indices"), offsets(*[0] * M)[None])) for M in (0, 9)),
         bad(checkpoint_every=64, checkpoint_states=zeros(24, 2, 32, 64)),
     ],
-    (FORWARD, "final"): [
-        bad("final_state", state_v_first=True),
-        bad("final_state", q=GRAD),
-    ],
+    (FORWARD, "final"): [bad("final_state", state_v_first=True), bad("final_state", q=GRAD)],
     (CHUNK, "buffer"): [
         bad(checkpoint_indices=None),
         bad("checkpoint_states", state_v_first=True),
@@ -356,7 +350,7 @@ REFUSED = {
         *each(q=[None], g=[None], ssm_state_indices=[offsets(1, 2)]),
     ],
     (DECODE, "T17"): [
-        bad("q", **{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in TOKEN_TENSORS}),
+        bad("q", **{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in TOKEN_TENSORS})
     ],
     (DECODE, "no_state"): [
         bad(ssm_state_indices=lambda c: torch.arange(len(c["q"]))),
@@ -427,9 +421,7 @@ REFUSED = {
         bad(intermediate_state_indices=lambda c: c["state_indices"]),
         bad(intermediate_states=lambda c: zeros(8, 1, c["state"].shape[1], record_width(*c["state"].shape[2:]))),
     ],
-    (NORM, "heads"): [
-        *each(x=(zeros(2, 9, 3, 0), zeros(1, 8193)), eps=(0.0, 1e300, 1e-300)),
-    ],
+    (NORM, "heads"): [*each(x=(zeros(2, 9, 3, 0), zeros(1, 8193)), eps=(0.0, 1e300, 1e-300))],
     (CONVOLUTION, "plain"): [
         *each(weight=(zeros(24, 1), zeros(24, 5))),
         bad(x=zeros(1, 40, 0)),

@@ -1,4 +1,4 @@
-"""The demo: it writes words, checks itself, and its check can fail."""
+"""The demo: it writes words, and checks itself."""
 
 from __future__ import annotations
 
@@ -74,24 +74,3 @@ def test_requests_get_greedily_what_the_model_writes(model: KdaLanguageModel):
     # the last one comes when nobody runs, and need not be waited for
     assert joined == [0, 2, 3, 4, 15] and left == [8, 5, 4, 15, 20] and most == 3
     assert batch.slot.eq(NULL).all()
-
-
-@pytest.mark.usefixtures("as_on_gpu")  # where nobody reads the slots
-@pytest.mark.parametrize("fault", ["slot", "window", "noise"])
-def test_rows_that_are_not_their_own_are_found(monkeypatch: pytest.MonkeyPatch, fault: str):
-    """The demo's check can fail."""
-    step = Batch._step
-
-    def mixed_up(batch: Batch) -> tuple[()]:
-        running = batch.slot[batch.slot != NULL]
-        if fault == "slot":
-            batch.slot.copy_(torch.where(batch.slot == NULL, NULL, running.min()))
-        for pool in batch.pools if fault == "window" and len(running) > 1 else ():
-            pool.conv.zero_()
-            pool.state.zero_()
-        if fault == "noise" and len(running) > 1:
-            batch.noise.copy_(batch.noise.flip(-1))
-        return step(batch)
-
-    monkeypatch.setattr(Batch, "_step", mixed_up)
-    assert not run_batch(requests=3, slots=3, tokens=24, seed=0, backend="reference", device="cpu").checked

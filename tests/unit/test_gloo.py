@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
 from flashdelta.parallel import context_parallel, halo
+from flashdelta.problem import device_checks
 
 from ..support.cases import Case
 from ..support.examples import trains_on_one_curve
@@ -136,11 +137,11 @@ def failure_without_the_last_rank(group: dist.ProcessGroup, seconds: int, comes:
     return said, took
 
 
-def failure_of(brief: dist.ProcessGroup) -> str:
+def failure_of(brief: dist.ProcessGroup, **options: object) -> str:
     call = {name: x for name, x in make_call(CASES["through_all"], torch.float64).items() if name != "cu_seqlens"}
     try:
-        fd.chunk_kda(**call, group=brief, backend="reference")
-    except RuntimeError as failure:
+        fd.chunk_kda(**call | options, group=brief, backend="reference")
+    except (RuntimeError, ValueError) as failure:
         return str(failure)
     return "nothing"
 
@@ -163,6 +164,9 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
     if importlib.util.find_spec("fla") is not None:
         found |= by_fla(group)
     found |= steps_of_two(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_checks, "ENABLED", True)
+        found["refused"] = failure_of(group, **{"chunk_size": 48} if rank == 1 else {})
     found["late"] = failure_without_the_last_rank(group, 2, comes=True)
     return found | {"lost": failure_without_the_last_rank(group, 5, comes=False)}
 
@@ -222,6 +226,11 @@ def test_ranks_hear_of_one_that_does_not_come(found: list[dict], which: str, sec
     # one whose time is out closes its connections to the others
     assert which == "lost" or any("timed out" in said for said, _ in told), told
     assert all(("timed out" in said or "connection" in said) and took < seconds + 10 for said, took in told), told
+
+
+def test_what_one_rank_refuses_the_others_hear(found: list[dict]):
+    said = [x["refused"] for x in found]
+    assert said.pop(1).startswith("chunk_size must be") and all("rank 1 rejected" in x for x in said), said
 
 
 def hold_layer(wanted: Found, parts: list[Found]) -> None:

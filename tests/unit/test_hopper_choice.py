@@ -142,7 +142,7 @@ def test_declines_other_sizes_and_dtypes(changes: dict, dtype: torch.dtype, reas
 
 def test_declines_the_token_recurrence_but_for_one_token():
     several = as_recurrent(meta_call(KIMI))
-    assert_declines(several, "several tokens a sequence; token by token it takes one", fd.fused_recurrent_kda)
+    assert_declines(several, "several tokens per sequence; token by token it takes one", fd.fused_recurrent_kda)
     one = as_recurrent(meta_call(replace(KIMI, T=1, lengths=None, state=FP32)))
     assert_declines(one, "states in torch.float32, K first; it takes bfloat16, V first", fd.fused_recurrent_kda)
     state = torch.empty(one["q"].shape[0], one["v"].shape[2], 128, 128, dtype=torch.bfloat16, device="meta")

@@ -59,10 +59,7 @@ def tiny_model(**changes) -> KdaLanguageModel:
 
 @pytest.mark.parametrize(
     ("heads", "pieces"),
-    [
-        *((x, PIECES["prefill, then tokens"]) for x in HEADS.values()),
-        *(({}, x) for x in PIECES.values()),
-    ],
+    [*((x, PIECES["prefill, then tokens"]) for x in HEADS.values()), *(({}, x) for x in PIECES.values())],
     ids=str,
 )
 @torch.no_grad()

@@ -322,20 +322,6 @@ def test_warmup_calls_every_combination(op):
     assert fd.warmup(op, [(32, 64)], packed=(True,), state_v_first=True, state_dtype=BF16, device="cpu") == 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gate": "softplus", "lower_bound": None},
-        {"gate": "logsigmoid", "lower_bound": None, "dt_bias": False},
-        {"g_dtype": FP32, "beta_dtype": FP32, "cu_seqlens_dtype": torch.int64},
-        {"use_beta_sigmoid_in_kernel": False, "use_qk_l2norm_in_kernel": False, "output_final_state": (False, True)},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_warmup_takes_the_options_of_a_call(options: dict):
-    assert fd.warmup(fd.chunk_kda, [(32, 32)], device="cpu", initial_state=(False,), **options) >= 2
-
-
 def test_warmup_of_recurrent_kda():
     options = {"state_v_first": False, "state_dtype": BF16, "device": "cpu"}
     assert fd.warmup(fd.recurrent_kda, [(32, 64)], **options) == 2

@@ -170,9 +170,7 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
 """By operator and situation: the call, and the start of what is said."""
 
 REFUSED_IF_ASKED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
-    fd.kda_prefill: {
-        "a log decay above 0": (lambda: prefilled(0.5), "g must be .* see gate.; got 0.5"),
-    },
+    fd.kda_prefill: {"a log decay above 0": (lambda: prefilled(0.5), "g must be .* see gate.; got 0.5")},
     fd.chunk_kda: {
         "a log decay above 0": (lambda: positive(sequences()), "g must be of log decays at most 0"),
         "a promise that does not hold": (
@@ -180,9 +178,7 @@ REFUSED_IF_ASKED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
             r"g must be of log decays in \[-5, 0\], as safe_gate promises; got -6",
         ),
     },
-    fd.recurrent_kda: {
-        "a log decay above 0": (lambda: positive(step(1)), "g must be of log decays .*; got 0.25"),
-    },
+    fd.recurrent_kda: {"a log decay above 0": (lambda: positive(step(1)), "g must be of log decays .*; got 0.25")},
 }
 
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import chunk_kda, fused_recurrent_kda, kernels
 from ..backends import KERNEL
@@ -127,14 +128,14 @@ HOST_OFFSETS = "cu_seqlens_cpu"
 
 def is_on_cpu(*arguments: Any) -> bool:
     """Tells whether there are tensors, and all lie there."""
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
     return bool(tensors) and all(x.is_cpu for x in tensors)
 
 
 def chunk_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     """Names what FLA itself refuses, with messages of its own."""
     state = call.get("initial_state")
-    if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16:
+    if isinstance(state, Tensor) and state.dtype == torch.bfloat16:
         return "initial_state: bfloat16; FLA takes float32"
     if call.get("safe_gate") and call.get("use_gate_in_kernel") and "lower_bound" not in call:
         return "safe_gate: True with a gate that has no lower_bound"
@@ -175,10 +176,7 @@ CHUNK = Adapter(
     refusal=chunk_refusal,
 )
 RECURRENT = Adapter(
-    fused_recurrent_kda,
-    words(f"{COMMON} out"),
-    ignored=words("inplace_final_state"),
-    refusal=recurrent_refusal,
+    fused_recurrent_kda, words(f"{COMMON} out"), ignored=words("inplace_final_state"), refusal=recurrent_refusal
 )
 WY = Adapter(
     kernels.chunk_bwd_wy_dqkg,
@@ -358,7 +356,7 @@ def with_default_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 GENERATION = ("fla.models.generation_utils", "fla.models.utils")
-"""Where FLA has its models' `FLAGenerationMixin`: 0.6, and 0.5."""
+"""Modules of FLA with its models' `FLAGenerationMixin`: 0.6, and 0.5."""
 
 
 def installed_obstacle() -> str | None:
@@ -401,7 +399,7 @@ def refuse_generation(module: ModuleType) -> None:
 
 
 TRANSFORMERS = "transformers.integrations.hub_kernels"
-"""Where it chooses between FLA's functions and its own PyTorch code, which it takes for graphs that are exported."""
+"""Module that chooses between FLA's functions and PyTorch code of its own, which it takes for graphs that are exported."""
 
 QUESTION = "is_torchdynamo_exporting"
 

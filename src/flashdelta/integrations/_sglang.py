@@ -40,18 +40,9 @@ def packed_decode(original: Original, call: Arguments) -> Tensor:
     if call.get("replayssm_d") is not None and call["lower_bound"] is None:
         return original(**call)
     rows, heads = mixed.shape[0], states.shape[1]
-    ours = {
-        "mixed_qkv": mixed,
-        "g": call["a"].reshape(rows, heads * states.shape[3]),
-        "beta": call["b"].reshape(rows, heads),
-        "initial_state": states,
-        "ssm_state_indices": slots,
-        "scale": call["scale"],
-        "beta_is_logit": True,
-        **LAYOUT,
-        **gate(call),
-    }
-    found = take(recurrent_kda, ours)
+    gates = {"g": call["a"].reshape(rows, heads * states.shape[3]), "beta": call["b"].reshape(rows, heads)}
+    ours = {"mixed_qkv": mixed, **gates, "scale": call["scale"], "beta_is_logit": True, **LAYOUT, **gate(call)}
+    found = take(recurrent_kda, ours | {"initial_state": states, "ssm_state_indices": slots})
     return original(**call) if found is None else found[0].transpose(0, 1)
 
 
@@ -63,20 +54,11 @@ def target_verify(original: Original, call: Arguments) -> Tensor:
         return original(**call)
     v, sequences = call["v"], call["query_start_loc"].shape[0] - 1
     T, heads, K = v.shape[1], v.shape[2], call["k"].shape[3]
-    ours = {name: call[name] for name in "qkv"} | {
-        "g": call["a"].reshape(1, T, heads, K),
-        "beta": call["b"].reshape(1, T, heads),
-        "initial_state": call["ssm_states"],
-        "cu_seqlens": call["query_start_loc"],
-        "ssm_state_indices": call["cache_indices"][:sequences],
-        "num_spec_tokens": tokens - 1,
-        "update_state": False,
-        "intermediate_states": buffer[:, :tokens],
-        "intermediate_state_indices": call["intermediate_state_indices"][:sequences],
-        "beta_is_logit": True,
-        **LAYOUT,
-        **gate(call),
-    }
+    ours = {name: call[name] for name in "qkv"} | {"cu_seqlens": call["query_start_loc"], **LAYOUT, **gate(call)}
+    ours |= {"g": call["a"].reshape(1, T, heads, K), "beta": call["b"].reshape(1, T, heads), "beta_is_logit": True}
+    ours |= {"initial_state": call["ssm_states"], "ssm_state_indices": call["cache_indices"][:sequences]}
+    ours |= {"num_spec_tokens": tokens - 1, "update_state": False, "intermediate_states": buffer[:, :tokens]}
+    ours["intermediate_state_indices"] = call["intermediate_state_indices"][:sequences]
     found = take(recurrent_kda, ours)
     return original(**call) if found is None else found[0]
 
@@ -88,14 +70,9 @@ def extend(original: Original, call: Arguments) -> Any:
     if asked and snapshot is None and (wanted is None or wanted.numel() > 0):
         return original(**call)  # the states of all chunks, in the activations' dtype
     sequences = call["query_start_loc"].shape[0] - 1
-    ours = {name: call[name] for name in ("q", "k", "v", "g", "beta")} | {
-        "cu_seqlens": call["query_start_loc"],
-        "state_pool": call["ssm_states"],
-        "state_indices": call["cache_indices"][:sequences],
-        "use_beta_sigmoid_in_kernel": bool(call["beta_is_raw"]),
-        **LAYOUT,
-        **gate(call),
-    }
+    ours = {name: call[name] for name in (*"qkvg", "beta")} | {"cu_seqlens": call["query_start_loc"]}
+    ours |= {"state_pool": call["ssm_states"], "state_indices": call["cache_indices"][:sequences]}
+    ours |= {"use_beta_sigmoid_in_kernel": bool(call["beta_is_raw"]), **LAYOUT, **gate(call)}
     if snapshot is not None:
         ours |= tracked(snapshot, call["track_chunk_idx"], sequences)
     found = take(chunk_kda, ours)
@@ -120,32 +97,20 @@ def built(original: Original, call: Arguments) -> None:
     runner = call["model_runner"]
     states = runner.req_to_token_pool.mamba_pool.mamba_cache.temporal
     if states.is_cuda:
-        bounds = {
-            x.lower_bound for x in runner.model.modules() if hasattr(x, "lower_bound") and hasattr(x, "conv_weights")
-        }
+        layers = [x for x in runner.model.modules() if hasattr(x, "lower_bound") and hasattr(x, "conv_weights")]
         spec = getattr(runner.req_to_token_pool.mamba_pool.mamba_cache, "intermediate_ssm", None) is not None
-        for bound in bounds:
+        for bound in {x.lower_bound for x in layers}:
             warm(states.shape[-2:], runner.dtype, states.dtype, bound, spec, states.device)
 
 
 @functools.cache
 def warm(
-    sizes: tuple[int, int],
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    lower_bound: float | None,
-    spec: bool,
-    device: torch.device,
+    sizes: tuple[int, int], dtype: torch.dtype, state_dtype: torch.dtype, lower_bound: Any, spec: bool, device: Any
 ) -> None:
-    options: Arguments = {
-        "head_dims": [(sizes[1], sizes[0])],
-        "dtype": dtype,
-        "state_dtype": state_dtype,
-        "gate": "softplus" if lower_bound is None else "lower_bound",
-        "lower_bound": lower_bound,
-        "state_v_first": True,
-        "device": device,
-    }
+    options: Arguments = {"gate": "softplus" if lower_bound is None else "lower_bound", "lower_bound": lower_bound}
+    options |= {"dtype": dtype, "state_dtype": state_dtype, "state_v_first": True}
+    options |= {"head_dims": [(sizes[1], sizes[0])], "device": device}
+
     tracks = {"checkpoint_states": (False, True), "checkpoint_dtype": torch.float32}
     warm_up(chunk_kda, **options, packed=(True,), state_pool=(True,), has_initial_state=(False,), **tracks)
     warm_up(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec)

@@ -171,20 +171,10 @@ def prefill(call: Arguments, g: str, beta: str, logit: bool, options: Arguments)
     states = call.get("initial_state")
     if not isinstance(states, Slots):
         return None
-    ours = {name: call[name] for name in "qkv"} | {
-        "g": call[g],
-        "beta": call[beta],
-        "scale": call.get("scale"),
-        "cu_seqlens": call.get("cu_seqlens"),
-        "out": call.get("out"),
-        "state_pool": states.pool,
-        "state_indices": states.indices,
-        "has_initial_state": states.has_initial_state,
-        "use_beta_sigmoid_in_kernel": logit,
-        **LAYOUT,
-        **options,
-    }
-    found = take(chunk_kda, ours)
+    ours = {name: call[name] for name in "qkv"} | {"g": call[g], "beta": call[beta]}
+    ours |= {name: call.get(name) for name in ("scale", "cu_seqlens", "out")}
+    ours |= {"state_pool": states.pool, "state_indices": states.indices, "has_initial_state": states.has_initial_state}
+    found = take(chunk_kda, ours | {"use_beta_sigmoid_in_kernel": logit, **LAYOUT, **options})
     states.stored = found is not None
     return None if found is None else found[0]
 
@@ -212,16 +202,8 @@ def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) ->
         slots, back = slots.flatten(), True
         tokens = {name: x.transpose(0, 1) for name, x in tokens.items()}
         out = None if call.get("out") is None else call["out"].transpose(0, 1)
-    ours = tokens | {
-        "initial_state": pool.tensor() if isinstance(pool, Pool) else pool,
-        "ssm_state_indices": slots[:sequences],
-        "scale": call.get("scale"),
-        "output": out,
-        "beta_is_logit": logit,
-        **LAYOUT,
-        **options,
-    }
-    found = take(recurrent_kda, ours)
+    ours = tokens | {"scale": call.get("scale"), "output": out, "beta_is_logit": logit, **LAYOUT, **options}
+    found = take(recurrent_kda, ours | {"initial_state": real(pool), "ssm_state_indices": slots[:sequences]})
     return None if found is None else found[0].transpose(0, 1) if back else found[0]
 
 
@@ -251,19 +233,10 @@ def kimi_verify(call: Arguments) -> Tensor | None:
 
 @or_original
 def kimi_decode(call: Arguments) -> Tensor | None:
-    g, beta, out = call["raw_g"], call["raw_beta"], call.get("out")
-    ours = {
-        "mixed_qkv": call["mixed_qkv"],
-        "g": g.transpose(0, 1),
-        "beta": beta.transpose(0, 1),
-        "initial_state": call["initial_state"],
-        "ssm_state_indices": call["state_indices"],
-        "scale": call.get("scale"),
-        "output": None if out is None else out.transpose(0, 1),
-        "beta_is_logit": True,
-        **LAYOUT,
-        **gate(call, "A_log", "dt_bias"),
-    }
+    ours = {name: call[name] for name in ("mixed_qkv", "initial_state")} | {"ssm_state_indices": call["state_indices"]}
+    tokens = {"g": call["raw_g"], "beta": call["raw_beta"], "output": call.get("out")}
+    ours |= {name: None if x is None else x.transpose(0, 1) for name, x in tokens.items()}
+    ours |= {"scale": call.get("scale"), "beta_is_logit": True, **LAYOUT, **gate(call, "A_log", "dt_bias")}
     found = take(recurrent_kda, ours)
     return None if found is None else found[0].transpose(0, 1)
 
@@ -342,12 +315,12 @@ def null_step(
     H: int,
     K: int,
     W: int,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple,
     spec: int,
-    bound: float | None,
+    bound: Any,
     device: torch.device,
     sequences: int = 1,
-    window: tuple[int, int] | None = None,
+    window: Any = (),
 ) -> Arguments:
     """A step as Kimi-K3 calls for it, of null sequences: rows are those of its projection, `window` the shape of a slot's."""
     (x, _, state), C, rows = dtypes, 3 * H * K, sequences * (1 + spec)
@@ -355,22 +328,16 @@ def null_step(
     width = -(-(4 * H * K + K + H) // 16) * 16
     mixed, z, _, beta, _ = make(rows, width, dtype=x).split([C, H * K, K, H, width - 4 * H * K - K - H], dim=1)
     windows = make(1, *(window or (W - 1 + spec, C)), dtype=dtypes[1])
+    windows = windows if windows.shape[1] == C else windows.mT
     step: Arguments = {
         "x": mixed,
         "weight": make(3, W, H * K),
-        "conv_state": windows if windows.shape[1] == C else windows.mT,
-        "raw_g": make(1, rows, H, K, dtype=x),
-        "raw_beta": beta[None],
-        "A_log": make(H),
-        "dt_bias": make(H * K),
-        "state_indices": make(sequences, dtype=torch.int32),
+        "conv_state": windows,
         "state": make(1, H, K, K, dtype=state),
-        "output_gate": z.unflatten(1, (H, K)),
-        "norm_weight": make(K),
-        "lower_bound": bound,
-        "output": make(rows, 1, H, K, dtype=x),
-        "null_index": "non_positive",
     }
+    step |= {"raw_g": make(1, rows, H, K, dtype=x), "raw_beta": beta[None], "A_log": make(H), "dt_bias": make(H * K)}
+    step |= {"output_gate": z.unflatten(1, (H, K)), "norm_weight": make(K), "output": make(rows, 1, H, K, dtype=x)}
+    step |= {"state_indices": make(sequences, dtype=torch.int32), "lower_bound": bound, "null_index": "non_positive"}
     if spec > 0:
         ends = (1 + spec) * torch.arange(sequences + 1, dtype=torch.int32, device=device)
         slots = step["state_indices"].unsqueeze(1).expand(-1, 1 + spec).contiguous()
@@ -395,8 +362,7 @@ def fused(call: Arguments, g: str, spec: int, **options: Any) -> Tensor | None:
 
 
 def k3_fused_decode(original: Original, call: Arguments) -> Any:
-    out = call.get("out")
-    out = None if out is None else out.transpose(0, 1)
+    out = None if call.get("out") is None else call["out"].transpose(0, 1)
     o = fused(call, "raw_g", 0, state_indices=call["state_indices"], output=out)
     return original(**call) if o is None else o.transpose(0, 1)
 
@@ -467,28 +433,22 @@ def ling_verify(call: Arguments) -> Tensor | None:
 # ---- kernels of a layer ----------------------------------------------------------------------------------------------
 
 _warmed: set[tuple] = set()
+POOLED = ("packed", "state_pool", "has_initial_state")
 
 
 def warm(call: Arguments, gate: Arguments, spec: int, prefill: Arguments) -> None:
     """Compiles what a built layer's calls need, once a process: vLLM measures memory and captures graphs before the first
     prefill. Without a GPU there is nothing to compile. `prefill`: what its prefills pass otherwise than its steps."""
-    if not torch.cuda.is_available():
-        return
     layer = call["self"]
-    options: Arguments = {
-        "head_dims": ((layer.head_dim, layer.head_dim),),
-        "dtype": layer.model_config.dtype,
-        "state_dtype": layer.get_state_dtype()[1],
-        "state_v_first": True,
-        "device": torch.device("cuda", torch.cuda.current_device()),
-        **gate,
-    }
+    if accelerator() is None:
+        return
+    dtypes = {"dtype": layer.model_config.dtype, "state_dtype": layer.get_state_dtype()[1]}
+    where = {"head_dims": ((layer.head_dim, layer.head_dim),), "device": accelerator()}
+    options: Arguments = {**where, **dtypes, "state_v_first": True, **gate}
     kind = (*options.items(), spec > 0, *prefill.items())
     if kind not in _warmed:
         _warmed.add(kind)
-        warm_up(
-            chunk_kda, **{**options, "packed": (True,), "state_pool": (True,), "has_initial_state": (True,), **prefill}
-        )
+        warm_up(chunk_kda, **{**options, **dict.fromkeys(POOLED, (True,)), **prefill})
         warm_up(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec > 0)
         expect(call, gate, prefill)
 
@@ -512,15 +472,17 @@ def largest(T: int, N: int, state: torch.dtype, options: Arguments, out: Tensor)
     make = functools.partial(torch.zeros, device=out.device)
     tokens = {name: make(1, T, H, D, dtype=out.dtype) for name in "qkv"}
     none = make(N, dtype=torch.int32)
-    found: Arguments = tokens | {
-        "g": make(1, T, H, D, dtype=options.get("g_dtype", out.dtype)),
-        "beta": make(1, T, H, dtype=options.get("beta_dtype", out.dtype)),
-        "cu_seqlens": (torch.arange(N + 1, device=out.device) * T // N).int(),
+    tokens["g"] = make(1, T, H, D, dtype=options.get("g_dtype", out.dtype))
+    tokens["beta"] = make(1, T, H, dtype=options.get("beta_dtype", out.dtype))
+    ends = (torch.arange(N + 1, device=out.device) * T // N).int()
+    found: Arguments = {
+        **tokens,
+        "cu_seqlens": ends,
         "state_pool": make(1, H, D, D, dtype=state),
         "state_indices": none,
-        "use_beta_sigmoid_in_kernel": options.get("use_beta_sigmoid_in_kernel", True),
-        **LAYOUT,
     }
+    found |= {"use_beta_sigmoid_in_kernel": options.get("use_beta_sigmoid_in_kernel", True), **LAYOUT}
+
     if options["gate"] == "none":
         found["safe_gate"] = options["safe_gate"]
     else:

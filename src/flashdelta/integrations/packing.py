@@ -113,12 +113,10 @@ def _check_full_attention(config: Any, call: dict[str, Any], offsets: Tensor) ->
         return
     mask = call.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        raise ValueError(
-            f"attention_mask must be None with packed sequences (full attention mixes them); got {mask.shape}"
-        )
-    flash = "flash" in str(getattr(config, "_attn_implementation", "")) and all(
-        call.get(x) is not None for x in COLLATED
-    )
+        why = "with packed sequences (full attention mixes them)"
+        raise ValueError(f"attention_mask must be None {why}; got {mask.shape}")
+    collated = all(call.get(x) is not None for x in COLLATED)
+    flash = collated and "flash" in str(getattr(config, "_attn_implementation", ""))
     if not flash and mask is None and call.get("position_ids") is None:
         wanted = "a tensor that begins anew at each packed sequence (without it full attention mixes them)"
         raise ValueError(f"position_ids must be {wanted}; got None")
@@ -139,12 +137,11 @@ def packed_convolution(original: Callable[..., Any], is_on: Callable[[], bool]) 
     """The model's convolution of `[B, D, T]`, which leaves packed sequences apart."""
 
     @functools.wraps(original)
-    def causal_conv1d_fn(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **named: Any
-    ) -> Tensor:
+    def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **named: Any) -> Tensor:
         offsets = offsets_of(named)
         if offsets is None or not is_on():
             return original(x, weight, bias=bias, activation=activation, **named)
+
         rows = x.mT.flatten(0, 1)[None]
         weight, bias = (None if w is None else w if w.dtype == torch.float32 else w.to(x.dtype) for w in (weight, bias))
         y, _ = short_convolution(rows, weight, bias, activation=activation, cu_seqlens=offsets)

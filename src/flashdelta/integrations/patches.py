@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
@@ -65,9 +65,7 @@ class Watch(MetaPathFinder):
     def __init__(self, name: str, patch: Callable[[ModuleType], None]):
         self.name, self.patch = name, patch
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != self.name:
             return None
         others = [finder for finder in sys.meta_path if not isinstance(finder, Watch)]

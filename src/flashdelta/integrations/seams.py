@@ -131,15 +131,17 @@ class Source:
             if getattr(node, "name", None) == last or any(getattr(x, "id", None) == last for x in targets):
                 yield node
         for node in ast.walk(tree) if not owner else ():
-            if isinstance(node, ast.ImportFrom) and any(
-                x.name == name and x.asname in (None, name) for x in node.names
-            ):
+            names = [x.name for x in node.names if x.asname in (None, name)] if isinstance(node, ast.ImportFrom) else ()
+            if isinstance(node, ast.ImportFrom) and name in names:
                 yield from self.definitions(resolve_name("." * node.level + (node.module or ""), package), name)
 
     def digest(self, module: str, name: str) -> str | None:
         """Digest of that code; None where there is none."""
         found = [content(x) for x in self.definitions(module, name)]
         return hashlib.sha256(repr(found).encode()).hexdigest()[:16] if found else None
+
+
+DOCUMENTED = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
 
 
 def content(x: Any) -> Any:
@@ -149,11 +151,9 @@ def content(x: Any) -> Any:
     if not isinstance(x, ast.AST):
         return x
     fields = {name: y for name, y in ast.iter_fields(x) if y is not None and y != []}
-    if (
-        isinstance(x, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))
-        and ast.get_docstring(x, clean=False) is not None
-    ):
+    if isinstance(x, DOCUMENTED) and ast.get_docstring(x, clean=False) is not None:
         fields["body"] = x.body[1:]
+
     if isinstance(x, ast.JoinedStr):  # Python 3.12.1 has empty strings in formats
         fields["values"] = [y for y in x.values if getattr(y, "value", None) != ""]
     return type(x).__name__, [(name, content(y)) for name, y in fields.items()]

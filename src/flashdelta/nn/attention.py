@@ -43,6 +43,9 @@ GATES = ("lower_bound", "softplus", *PLAIN_GATES)
 SLOTS = {"state_indices": "slots"}
 """The layer's names of operators' arguments, where they differ."""
 
+Projected = dict[str, Tensor]
+Options = dict[str, Any]
+
 MAX_STEP_TOKENS = 8
 """Up to this many tokens per sequence go through the token recurrence, more through the chunk form."""
 
@@ -149,18 +152,11 @@ class KimiDeltaAttention(nn.Module):
         flags = {"conv_bias": conv_bias, "allow_neg_eigval": allow_neg_eigval, "output_gate_bias": output_gate_bias}
         for name, value in flags.items():
             flag(name, value)
-        self.hidden_size = hidden_size
-        self.num_heads = num_heads
-        self.num_v_heads = num_v_heads
-        self.head_dim = head_dim
-        self.head_v_dim = head_v_dim
-        self.conv_size = conv_size
-        self.gate = gate
+        self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
+        self.head_dim, self.head_v_dim, self.conv_size = head_dim, head_v_dim, conv_size
         self.lower_bound = LOWEST_BOUND if read and lower_bound is None else lower_bound
-        self.allow_neg_eigval = allow_neg_eigval
-        self.norm_eps = norm_eps
-        self.chunk_size = chunk_size
-        self.backend = backend
+        self.gate, self.allow_neg_eigval, self.norm_eps = gate, allow_neg_eigval, norm_eps
+        self.chunk_size, self.backend = chunk_size, backend
 
         key_dim, value_dim = num_heads * head_dim, num_v_heads * head_v_dim
         self.conv_channels = (key_dim, key_dim, value_dim)
@@ -260,9 +256,8 @@ class KimiDeltaAttention(nn.Module):
             share, p = self._projected(x)
             sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             if pool is not None or slots is not None or has_initial_state is not None:
-                self._check_pool(
-                    x, {"cache": cache, "return_cache": return_cache or None}, pool, slots, sequences, share
-                )
+                others = {"cache": cache, "return_cache": return_cache or None}
+                self._check_pool(x, others, pool, slots, sequences, share)
             else:
                 rule("null_index", null_index == "negative", "'negative' without pool", repr(null_index))
             if cache is not None:
@@ -271,7 +266,7 @@ class KimiDeltaAttention(nn.Module):
             gate = _by_heads(p["g_proj.1"], self.head_v_dim)
         conv, past, states = None, {}, {}
         if pool is not None:
-            where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
+            where: Options = {"state_indices": slots, "null_index": null_index}
             if self._is_step(x, cu_seqlens, has_initial_state):
                 return self.o_proj(self._step(p, mixed, gate, pool, where, share).flatten(2)), None
             where["has_initial_state"] = has_initial_state
@@ -286,9 +281,8 @@ class KimiDeltaAttention(nn.Module):
             weight, bias = self._filters(mixed.dtype, share)
             names = {"state_pool": "pool.conv", "initial_state": "cache.conv", "weight": "conv_weight"}
             with called(**SLOTS, **names):
-                mixed, conv = short_convolution(
-                    mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around()
-                )
+                past |= {"cu_seqlens": cu_seqlens, "backend": self._around()}
+                mixed, conv = short_convolution(mixed, weight, bias, **past)
             states |= {"cu_seqlens": cu_seqlens} if context is None else {}
             op, arguments, options = self._kda_call(p, mixed, states, share)
         with called(**SLOTS, state_pool="pool.state", initial_state="cache.state"):
@@ -341,7 +335,7 @@ class KimiDeltaAttention(nn.Module):
         dtypes = (x.dtype for x in self.b_proj.parameters() if x.is_floating_point())
         return next(dtypes, self.conv_weight.dtype)
 
-    def _projected(self, x: Tensor) -> tuple[Share, dict[str, Tensor]]:
+    def _projected(self, x: Tensor) -> tuple[Share, Projected]:
         """A rank's share of the heads, and the outputs of all projections, of its heads, by name."""
         names = {"f_proj": "f_proj.1", "g_proj": "g_proj.1"}
         modules = ("q_proj", "k_proj", "v_proj", "f_proj", "b_proj", "g_proj")
@@ -356,9 +350,7 @@ class KimiDeltaAttention(nn.Module):
         heads |= {"f_proj.1": (HV, K), "b_proj": (HV, 1), "g_proj.1": (HV, V)}
         return share_of(self, {name: y.shape[-1] for name, y in p.items()}, heads), p
 
-    def _masked(
-        self, x: Tensor, mask: Any, others: dict[str, object], **options: Any
-    ) -> tuple[Tensor, KdaCache | None]:
+    def _masked(self, x: Tensor, mask: Any, others: dict, **options: Any) -> tuple[Tensor, KdaCache | None]:
         """A forward of the tokens that the mask leaves, packed."""
         self._check_inputs(x, options["cache"], None)
         if not isinstance(mask, Tensor):
@@ -384,42 +376,26 @@ class KimiDeltaAttention(nn.Module):
         weight, bias = (share.part(x, self.conv_channels) for x in (self.conv_weight, self.conv_bias))
         return _narrowed(weight, dtype), None if bias is None else _narrowed(bias, dtype)
 
-    def _gate_options(self) -> dict[str, Any]:
-        return {
-            "gate": self.gate,
-            "lower_bound": self.lower_bound,
-            "use_qk_l2norm_in_kernel": True,
-            "allow_neg_eigval": self.allow_neg_eigval,
-        }
+    def _gate_options(self, share: Share) -> Options:
+        gate = dict(gate=self.gate, lower_bound=self.lower_bound, allow_neg_eigval=self.allow_neg_eigval)
+        tensors = dict(A_log=share.part(self.A_log), dt_bias=share.part(self.dt_bias))
+        return dict(use_qk_l2norm_in_kernel=True, **gate, **tensors)
 
     def _is_step(self, x: Tensor, cu_seqlens: Tensor | None, has_initial_state: Tensor | None) -> bool:
         fits = self.head_dim in FUSED_HEAD_DIMS and self.head_v_dim in FUSED_HEAD_DIMS
         return x.shape[1] == 1 and cu_seqlens is None and has_initial_state is None and fits
 
-    def _step(
-        self, p: dict[str, Tensor], mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, Any], share: Share
-    ) -> Tensor:
+    def _step(self, p: Projected, mixed: Tensor, gate: Tensor, pool: KdaPool, where: Options, share: Share) -> Tensor:
         """A token of each sequence, `[N, 1, HV, V]`, before the last projection."""
         weight, bias = self._filters(mixed.dtype, share)
-        tensors = dict(
-            weight=weight,
-            bias=bias,
-            conv_state=pool.conv,
-            raw_g=p["f_proj.1"][:, 0],
-            raw_beta=p["b_proj"][:, 0],
-            A_log=share.part(self.A_log),
-            dt_bias=share.part(self.dt_bias),
-            state=pool.state,
-            output_gate=gate[:, 0],
-            norm_weight=_narrowed(share.whole(self.o_norm), mixed.dtype),
-        )
-        options: dict[str, Any] = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
+        norm = _narrowed(share.whole(self.o_norm), mixed.dtype)
+        tensors = dict(raw_g=p["f_proj.1"][:, 0], raw_beta=p["b_proj"][:, 0], output_gate=gate[:, 0], norm_weight=norm)
+        states = dict(weight=weight, bias=bias, conv_state=pool.conv, state=pool.state)
+        options: Options = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options(share))
         with called(**SLOTS, conv_state="pool.conv", state="pool.state"):
-            return fused_kda_decode(mixed[:, 0], **tensors, **options, **where)
+            return fused_kda_decode(mixed[:, 0], **tensors, **states, **options, **where)
 
-    def _kda_call(
-        self, p: dict[str, Tensor], mixed: Tensor, states: dict[str, object], share: Share
-    ) -> tuple[Callable, tuple[Tensor, ...], dict[str, object]]:
+    def _kda_call(self, p: Projected, mixed: Tensor, states: Options, share: Share) -> tuple[Callable, tuple, Options]:
         """The operator for this many tokens, with its arguments."""
         g, beta = p["f_proj.1"], p["b_proj"]
         if mixed.dtype == torch.float16:  # states, and what is read of them, may pass 65504; the norm brings that back
@@ -427,14 +403,7 @@ class KimiDeltaAttention(nn.Module):
         q, k, v = mixed.split([share.heads(channels) for channels in self.conv_channels], dim=-1)
         widths = (self.head_dim, self.head_dim, self.head_v_dim, self.head_dim)
         by_heads = (_by_heads(x, width) for x, width in zip((q, k, v, g), widths))
-        options = {
-            **self._gate_options(),
-            "A_log": share.part(self.A_log),
-            "dt_bias": share.part(self.dt_bias),
-            "use_beta_sigmoid_in_kernel": True,
-            "backend": self.backend,
-            **states,
-        }
+        options = {**self._gate_options(share), "use_beta_sigmoid_in_kernel": True, "backend": self.backend, **states}
         arguments = (*by_heads, beta)
         if mixed.shape[1] <= MAX_STEP_TOKENS and "cp_context" not in states:
             return fused_recurrent_kda, arguments, options
@@ -446,9 +415,8 @@ class KimiDeltaAttention(nn.Module):
         context = context_of(cp_context, None, x.device)
         context.check_tokens(x)
         if context.conv_size not in (None, self.conv_size):
-            raise wrong(
-                "cp_context", f"one for {context.conv_size} taps", f"for the layer's conv_size = {self.conv_size}"
-            )
+            taps = f"for the layer's conv_size = {self.conv_size}"
+            raise wrong("cp_context", f"one for {context.conv_size} taps", taps)
         return context
 
     def _inputs_before(self, mixed: Tensor, context: ContextParallel) -> Tensor:
@@ -468,9 +436,7 @@ class KimiDeltaAttention(nn.Module):
         if cache is not None and not (isinstance(cache, KdaCache) and isinstance(cache.conv, Tensor)):
             raise mistyped("cache", cache, "a KdaCache of tensors")
 
-    def _check_pool(
-        self, x: Tensor, others: dict[str, object], pool: Any, slots: Any, sequences: int, share: Share
-    ) -> None:
+    def _check_pool(self, x: Tensor, others: dict, pool: Any, slots: Any, sequences: int, share: Share) -> None:
         if not isinstance(pool, KdaPool):
             raise TypeError(f"pool must be a KdaPool, with which slots and flags come; got {type(pool).__name__}")
         if not isinstance(slots, Tensor):

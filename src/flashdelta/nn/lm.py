@@ -14,6 +14,7 @@ import string
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,10 +97,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
 
-    def forward(
-        self, x: Tensor, cache: KdaCache | None, return_cache: bool, pool: KdaPool | None = None, **where: Tensor | None
-    ) -> tuple[Tensor, KdaCache | None]:
-        mixed, cache = self.attention(self.attention_norm(x), cache, return_cache=return_cache, pool=pool, **where)
+    def forward(self, x: Tensor, cache: KdaCache | None, **options: Any) -> tuple[Tensor, KdaCache | None]:
+        mixed, cache = self.attention(self.attention_norm(x), cache, **options)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -187,9 +186,9 @@ class KdaLanguageModel(nn.Module):
         x = self.embedding(tokens)
         after = []
         nothing = [None] * len(self.blocks)
-        where = {"slots": slots, "has_initial_state": has_initial_state}
+        options = {"return_cache": return_caches, "slots": slots, "has_initial_state": has_initial_state}
         for block, cache, pool in zip(self.blocks, caches or nothing, pools or nothing):
-            x, cache = block(x, cache, return_caches, pool, **where)
+            x, cache = block(x, cache, pool=pool, **options)
             after.append(cache)
         logits = F.linear(self.norm(x), self.embedding.weight)
         return logits, tuple(after) if return_caches else None

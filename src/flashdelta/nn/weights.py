@@ -26,7 +26,7 @@ LOW_RANK = {f"{x}_proj.{i}": f"{x}_{letter}_proj" for x in "fg" for i, letter in
 """FLA's and this package's names of the low-rank projections, and those of the others."""
 
 GATE = "forget_gate."
-"""Before Hugging Face's names of the decay's parameters and projection."""
+"""Prefix of Hugging Face's names of the decay's parameters and projection."""
 
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 

@@ -59,9 +59,10 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks.
 
-    Example:
+    Examples:
         >>> q, k, v, g = (torch.randn(1, 128, 2, 64) for _ in "qkvg")
-        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), gate="logsigmoid", output_final_state=True)
+        >>> options = {"gate": "logsigmoid", "output_final_state": True}
+        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), **options)
         >>> o.shape, state.shape
         (torch.Size([1, 128, 2, 64]), torch.Size([1, 2, 64, 64]))
 
@@ -106,7 +107,7 @@ def chunk_kda(
             them.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
 
-    Keyword Args:
+    Keyword Args: For serving engines:
         state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
             sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
             `initial_state` and `output_final_state`: a sequence starts from its slot's state and leaves its final state
@@ -151,7 +152,7 @@ def chunk_kda(
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
             ranks also on where these cut it.
 
-    Other Parameters:
+    Other Parameters: For training at the limits, several GPUs and FLA's names:
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
             `lower_bound` needs no promise; the unbounded `softplus` gate refuses one. Without it any decay is exact.

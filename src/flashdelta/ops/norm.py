@@ -10,18 +10,12 @@ from ..runtime.call import Dispatcher
 
 
 def gated_rms_norm(
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    *,
-    eps: float = 1e-5,
-    activation: NormGate = "sigmoid",
-    backend: str = "auto",
+    x: Tensor, z: Tensor, weight: Tensor, *, eps: float = 1e-5, activation: NormGate = "sigmoid", backend: str = "auto"
 ) -> Tensor:
     r"""RMS norm of rows, times a gate: what follows attention in the layer (Kimi Linear, arXiv 2510.26692,
     section 4).
 
-    Example:
+    Examples:
         >>> fd.gated_rms_norm(torch.randn(10, 64), torch.randn(10, 64), torch.ones(64)).shape
         torch.Size([10, 64])
 

@@ -11,8 +11,13 @@ former starts and that where the latter ends, tokens of the former on earlier ra
 of all ranks' offsets (0: not known here), the number of the first local sequence among all; and from `OPENED` on, at an address
 of 32 bytes, the offsets of the first alone, 0 and its end."""
 
-BORDER = 10
-"""Numbers of a border."""
+PLACES = (
+    *("open_in", "open_out", "first_rank", "last_rank", "halo", "sequences", "digest", "first", "opened"),
+    "opened_end",
+)
+"""Names of all numbers of a border, in order."""
+
+BORDER = len(PLACES)
 
 MASK = 2**31 - 1
 """Bits of a hash."""
@@ -58,7 +63,7 @@ def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[
 
 
 def counts(offsets: Tensor, ranks: int, tokens: int) -> Tensor:
-    """How many sequences each rank has, `[ranks]`, of offsets that never fall: as many as `shard` says."""
+    """Counts the sequences of each rank, `[ranks]`, of offsets that never fall: as many as `shard` says."""
     offsets = offsets.long()
     begins, ends = offsets[:-1].contiguous(), offsets[1:].contiguous()
     low = torch.arange(ranks, device=offsets.device) * tokens
@@ -75,7 +80,7 @@ def digest(offsets: Tensor) -> Tensor:
     return ((mixed ^ (mixed >> 15)) * 739_982_445 & MASK).sum() & MASK
 
 
-def new_border(values: list[int], device: torch.device) -> Tensor:
-    """Which calls with gradients take, too, wherever it was made."""
+def new_border(device: torch.device, **values: int) -> Tensor:
+    """A border of these values, by the names of their places, and zeros. Calls with gradients take it wherever it is made."""
     with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int32, device=device)
+        return torch.tensor([values.get(name, 0) for name in PLACES], dtype=torch.int32, device=device)

@@ -36,7 +36,7 @@ SAME_OFFSETS = "the same offsets of all ranks' tokens on every rank"
 
 
 def check_call_of_ranks(context: Any, problem: ChunkProblem, backend: str) -> None:
-    """That all ranks of a `ContextParallel` make the same call, by the same backend: not all exchange as much."""
+    """Checks that all ranks of a `ContextParallel` make the same call, by the same backend: not all exchange as much."""
     # of batch rows each rank may have as many tokens as it likes
     described = [getattr(problem, name) for name in ALIKE], problem.packed and problem.T, backend
     check_on_all_ranks(context, described, "cp_context" if problem.packed else "group")
@@ -57,11 +57,8 @@ def check_on_all_ranks(context: Any, described: object, name: str = "cp_context"
         raise wrong(name, f"one that rank {calls.index(REFUSED[0])} rejected", "of a call that every rank accepts")
     for r in range(context.ranks):
         if calls[r] != calls[0]:
-            raise wrong(
-                name,
-                f"another call on rank {r} than on rank 0",
-                "of calls with the same shapes, dtypes, options and backend",
-            )
+            alike = "of calls with the same shapes, dtypes, options and backend"
+            raise wrong(name, f"another call on rank {r} than on rank 0", alike)
         if offsets[r] != offsets[0]:
             raise wrong("cu_seqlens", f"other offsets on rank {r} than on rank 0", SAME_OFFSETS)
     firsts, lasts = [*range(context.ranks)], [*range(context.ranks)]

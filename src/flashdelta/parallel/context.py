@@ -13,21 +13,7 @@ from torch import Tensor
 from ..problem import device_checks
 from ..problem.arguments import check_tensor, flag, positive, shape_of
 from ..problem.errors import wrong
-from .border import (
-    ANY_HALO,
-    BORDER,
-    FIRST,
-    FIRST_RANK,
-    HALO,
-    LAST_RANK,
-    OPEN_IN,
-    OPEN_OUT,
-    OPENED,
-    SEQUENCES,
-    counts,
-    new_border,
-    shard,
-)
+from .border import ANY_HALO, FIRST, counts, new_border, shard
 from .checks import broadcast_errors, check_on_all_ranks
 from .exchange import EXCHANGES, check_alive, chosen_exchange, members
 
@@ -37,7 +23,7 @@ MOST_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """How the tokens of a call lie over the ranks of `group`: `context_parallel` makes one. Two are equal if a call's launches
+    """Layout of a call's tokens over the ranks of `group`: `context_parallel` makes one. Two are equal if a call's launches
     are the same with them, whatever their offsets.
 
     `cu_seqlens [N + 1]` int32: offsets of this rank's tokens, on the device; None if each batch row is one sequence over all
@@ -54,13 +40,13 @@ class ContextParallel:
     tokens: int | None = None
     conv_size: int | None = None
     exchange: str = "auto"
-    """How states go from rank to rank: `"gather"`, `"put"`, or `"auto"`, which the first exchange decides."""
+    """Way of states from rank to rank: `"gather"`, `"put"`, or `"auto"`, which the first exchange decides."""
     relay: bool = True
-    """Whether the first of two ranks sends the state that its own scan ends with."""
+    """True if the first of two ranks sends the state that its own scan ends with."""
     knows_halo: bool = True
-    """Whether the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
+    """True if the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
     capacity: tuple[int, ...] = ()
-    """How many sequences `cu_seqlens` of each rank has room for."""
+    """Sequences that `cu_seqlens` of each rank has room for."""
     sequences: int = field(default=0, repr=False)
     """Their number over all ranks: as many as the offsets are for."""
     alike: tuple = field(init=False, repr=False)
@@ -87,11 +73,11 @@ class ContextParallel:
         return self.border.device
 
     def check_tokens(self, x: Tensor, name: str = "x") -> None:
-        """That a call's `x [B, T, ...]` has as many tokens as the offsets are for."""
+        """Checks that a call's `x [B, T, ...]` has as many tokens as the offsets are for."""
         if self.cu_seqlens is not None and (x.shape[0] != 1 or self.tokens not in (None, x.shape[1])):
             wanted = f"[{', '.join(['1', 'T', *map(str, x.shape[2:])])}]"
             if self.tokens is not None:
-                wanted += f" with the context's T = {self.tokens} tokens a rank"
+                wanted += f" with the context's T = {self.tokens} tokens per rank"
             raise wrong(name, f"shape {list(x.shape)}", wanted)
 
     def update_(self, cu_seqlens: Tensor) -> None:
@@ -121,10 +107,8 @@ class ContextParallel:
                 found = counts(on_host, self.ranks, self.tokens).tolist()
                 for r, (n, most) in enumerate(zip(found, self.capacity)):
                     if n > most:
-                        wanted = (
-                            f"of at most {most} sequences per rank, as context_parallel left room for (max_sequences)"
-                        )
-                        raise wrong("cu_seqlens", f"{n} sequences on rank {r}", wanted)
+                        room = f"{most} sequences per rank, as context_parallel left room for (max_sequences)"
+                        raise wrong("cu_seqlens", f"{n} sequences on rank {r}", f"of at most {room}")
             local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
         check_on_all_ranks(self, "update_", "cu_seqlens", border)
         self.cu_seqlens.copy_(local, non_blocking=True)
@@ -207,14 +191,12 @@ def context_parallel(
                 positive(option, value, "an int or None")
         total = check_values(offsets)
         if total % ranks != 0:
-            raise wrong(
-                "cu_seqlens", f"{total} tokens", f"of a multiple of the {ranks} ranks' tokens (each has as many)"
-            )
+            multiple = f"of a multiple of the {ranks} ranks' tokens (each has as many)"
+            raise wrong("cu_seqlens", f"{total} tokens", multiple)
         tokens = total // ranks
         if tokens > MOST_TOKENS:
-            raise wrong(
-                "cu_seqlens", f"{tokens} tokens a rank", f"of at most {MOST_TOKENS} tokens per rank (offsets are int32)"
-            )
+            wanted = f"of at most {MOST_TOKENS} tokens per rank (offsets are int32)"
+            raise wrong("cu_seqlens", f"{tokens} tokens per rank", wanted)
         capacity = counts(offsets, ranks, tokens).tolist()
         if max_sequences is not None:
             if max(capacity) > max_sequences:
@@ -272,14 +254,9 @@ FOREIGN = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
 """Attributes of FLA's context, which stands for one of ours."""
 
 
-ARGUMENTS = ("cp_context", "group")
-
-
-def context_of(
-    cp_context: Any, group: Any, device: torch.device, arguments: tuple[str, str] = ARGUMENTS
-) -> ContextParallel:
+def context_of(cp_context: Any, group: Any, device: torch.device, *arguments: str) -> ContextParallel:
     """The context of a call that names a context or a group, by the caller's `arguments` for them."""
-    argument, of_group = arguments
+    argument, of_group = arguments or ("cp_context", "group")
     if cp_context is None and group is not None:
         name, rank, ranks = members(group, of_group)
         return _of_rows(group, name, rank, ranks, device)
@@ -307,9 +284,7 @@ def has_context(c: Any) -> bool:
     return c.cp_context is not None or c.group is not None
 
 
-def context_in_call(
-    cp_context: Any, group: Any, cu_seqlens: Tensor | None, q: Tensor
-) -> tuple[ContextParallel, Tensor | None, Tensor | None]:
+def context_in_call(cp_context: Any, group: Any, cu_seqlens: Tensor | None, q: Tensor) -> tuple[Any, Any, Any]:
     """Returns, for a call that names ranks, its context, the rank's offsets, and the border (None where there is one rank)."""
     context = context_of(cp_context, group, q.device)
     if context.device != q.device:
@@ -332,10 +307,8 @@ def _of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device)
     known = {} if tracing else _of_groups.setdefault(group, {})
     if device in known:
         return known[device]
-    values = [0] * BORDER
-    values[OPEN_IN], values[OPEN_OUT] = (0 if rank > 0 else -1), (0 if rank + 1 < ranks else -1)
-    values[FIRST_RANK], values[LAST_RANK], values[HALO] = 0, ranks - 1, (ANY_HALO if rank > 0 else 0)
-    border = new_border(values, device)
+    goes_on = dict(open_in=0 if rank > 0 else -1, open_out=0 if rank + 1 < ranks else -1)
+    border = new_border(device, **goes_on, last_rank=ranks - 1, halo=ANY_HALO if rank > 0 else 0)
     found = ContextParallel(None if tracing else weakref.ref(group), name, rank, ranks, border)
     if type(border) is Tensor:  # not what a mode of fake tensors makes
         known[device] = found
@@ -358,18 +331,16 @@ def _from_fla(context: Any) -> ContextParallel:
     name, rank, ranks = members(context.group)
     before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
     check_offsets(context.cu_seqlens)
-    N, values, tokens = context.cu_seqlens.shape[0] - 1, [0] * BORDER, None
-    values[OPEN_IN], values[OPEN_OUT] = (0 if before > 0 else -1), (N - 1 if after > 0 else -1)
-    values[FIRST_RANK], values[LAST_RANK], values[HALO], values[SEQUENCES] = rank - before, rank + after, halo or 0, N
-    device, group = context.cu_seqlens.device, None
+    N, tokens, device, group = context.cu_seqlens.shape[0] - 1, None, context.cu_seqlens.device, None
+    places = dict(open_in=0 if before > 0 else -1, open_out=N - 1 if after > 0 else -1, halo=halo or 0, sequences=N)
+    places |= dict(first_rank=rank - before, last_rank=rank + after)
     if tracing:
         opened = context.cu_seqlens[:2][-1].int() * (before > 0)
-        border = torch.cat([new_border(values[: OPENED + 1], device), opened[None]])
+        border = torch.cat([new_border(device, **places)[:-1], opened[None]])
     else:
         offsets = context.cu_seqlens if getattr(context, "cu_seqlens_cpu", None) is None else context.cu_seqlens_cpu
         tokens, group = check_values(offsets), weakref.ref(context.group)
-        values[OPENED + 1] = int(offsets[:2][-1]) if before > 0 else 0
-        border = new_border(values, device)
+        border = new_border(device, **places, opened_end=int(offsets[:2][-1]) if before > 0 else 0)
     taps = getattr(context, "conv1d_kernel_size", None)
     found = ContextParallel(
         *(group, name, rank, ranks, border, context.cu_seqlens, tokens, taps),

@@ -21,7 +21,7 @@ from ..problem.errors import wrong
 EXCHANGES = ("auto", "gather", "put")
 
 ALL, LATER, EARLIER = DIRECTIONS = ("all", "later", "earlier")
-"""Whom a packet is for: all ranks, or those after the sender's, or before it."""
+"""Receivers of a packet: all ranks, or those after the sender's, or before it."""
 
 
 def exchange(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:
@@ -29,12 +29,8 @@ def exchange(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL
     bits are the same. All ranks must call this, with as many bytes and in the same order. `to`: of `DIRECTIONS`; packets that
     are not for this rank, its own among them, may be missing then, and none is waited for. Nobody may write to `packet` any
     more: what follows on the stream runs while copies are read from it."""
-    memory, own, found = _putting(name, way, packet.device), as_bytes(packet), as_bytes(packets)
-    if memory is not None:
-        memory.send(own, to)
-        memory.receive(own, found, to)
-    else:
-        gather(own, found, name)
+    send(packet, packets, name, way, to)
+    receive(packet, packets, name, way, to)
 
 
 def send(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:
@@ -130,7 +126,7 @@ def members(group: Any, name: str = "group") -> tuple[str, int, int]:
 
 
 def check_alive(group: Any, name: str, argument: str) -> None:
-    """That a group has its name still: a later one may have got it."""
+    """Checks that a group has its name still: a later one may have got it."""
     if group is not group_named(name, argument):
         raise wrong(argument, f"a process group that was destroyed, and a later one has its name ({name!r})", LIVING)
 
@@ -155,7 +151,10 @@ LEAST_ROOM = 1 << 16
 """Bytes of a packet, of which room for others is a multiple."""
 
 MOST_PLACES = 64
-"""Whose views are kept: a place for each size of packets and each turn."""
+"""The most places whose views are kept: one for each size of packets and each turn."""
+
+
+Ranks = Sequence[int]
 
 
 class _Place(NamedTuple):
@@ -201,7 +200,7 @@ class SharedMemory:
         self.others = (*later, *earlier)
         """Each rank begins with another one."""
         self.sides = {ALL: (self.others, self.others), LATER: (later, earlier), EARLIER: (earlier, later)}
-        """Whom this rank sends to, and who sends to it."""
+        """Receivers of this rank's packets, and senders to it."""
         self.outgrown: list[tuple[Any, list[Tensor]]] = []
         self.unread: list[tuple[int, int]] = []
         """Signals of the last exchange that have not been waited for: rank and channel."""
@@ -237,9 +236,7 @@ class SharedMemory:
             self.unread = []
             self._put(packet, place, channel, receivers, self.others)
 
-    def _put(
-        self, packet: Tensor, place: _Place, channel: int, receivers: Sequence[int], signalled: Sequence[int]
-    ) -> None:
+    def _put(self, packet: Tensor, place: _Place, channel: int, receivers: Ranks, signalled: Ranks) -> None:
         for peer in signalled:
             if peer in receivers:
                 place.own[peer].copy_(packet)
@@ -268,7 +265,7 @@ class SharedMemory:
                 self.done.record(self.stream)
 
     def _place(self, nbytes: int, to: str, captured: bool) -> tuple[_Place, int]:
-        """Where the exchange's packets lie, and the channel of its signals."""
+        """Returns the place of the exchange's packets, and the channel of its signals."""
         turn = TURNS if captured else self.calls % TURNS
         begin = turn * self.ranks * self.room
         place = self.places.get((nbytes, begin))
@@ -323,9 +320,8 @@ class SharedMemory:
         group, nbytes = self.group(), (TURNS + 1) * self.ranks * room
         with torch.inference_mode(False):  # calls with gradients take them, too
             own, memory = _opened(group, nbytes, self.device)
-            buffers = [
-                own if r == self.rank else memory.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.ranks)
-            ]
+            buffers = [memory.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.ranks)]
+            buffers[self.rank] = own
         if self.room > 0:
             self.outgrown.append((self.memory, self.buffers))
         self.memory, self.buffers, self.room, self.unread = memory, buffers, room, []

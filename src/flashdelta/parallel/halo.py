@@ -59,8 +59,8 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
         raise wrong("x", f"shape {list(x.shape)}", "[B, T, D]")
     positive("width", width)
     of_rows = is_group(context) or context is torch.distributed.GroupMember.NON_GROUP_MEMBER
-    names = ("context", "context")
-    c = context_of(None, context, x.device, names) if of_rows else context_of(context, None, x.device, names)
+    given = (None, context) if of_rows else (context, None)
+    c = context_of(*given, x.device, "context", "context")
     if not c.knows_halo:
         raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
     c.check_tokens(x)
@@ -78,7 +78,7 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
 
 
 def _visible(border: Tensor, width: int) -> Tensor:
-    """Which of the tokens before belong to the sequence, `[1, width, 1]`."""
+    """Says which of the tokens before belong to the sequence, `[1, width, 1]`."""
     return (torch.arange(width, 0, -1, device=border.device) <= border[HALO])[None, :, None]
 
 

@@ -20,13 +20,13 @@ from .exchange import ALL, EARLIER, LATER, Exchange, exchange, receive, send
 Transition = Callable[[StageCall, Tensor], Launch]
 """A backend's launch that leaves `(M, b)` of the sequences that go on to the next rank in a packet, `Problem.packet_shape`."""
 
+Steps = list[Step]
+
 Reverse = Callable[[ChunkProblem, ChunkTensors, Tensor | None, Tensor | None], Launch]
 """A backend's scan from the gradients of final states to those of initial ones."""
 
 
-def carried_states(
-    call: StageCall, transition: Transition, packets: Tensor
-) -> tuple[list[Step], StageCall, list[Step]]:
+def carried_states(call: StageCall, transition: Transition, packets: Tensor) -> tuple[Steps, StageCall, Steps]:
     """Returns the steps that find the states before this rank's tokens, the call from these on, and the steps after its
     `recurrence`. The first rank's packet in a relay is what that ends with. The last rank tells nobody of its own.
     `packets`: room for those of all ranks, or those that the forward has left for its backward pass."""
@@ -56,7 +56,7 @@ def carried_states(
 
 def with_rank_exchange(
     call: StageCall, transition: Transition, outputs: Outputs
-) -> tuple[list[Step], StageCall, Tensor | None, list[Step]]:
+) -> tuple[Steps, StageCall, Tensor | None, Steps]:
     """Returns a forward's steps before `recurrence`, the call that this runs, where it leaves the final states, and the steps
     after it."""
     packets = room_for_packets(call.problem, call.t.memory)

@@ -104,10 +104,9 @@ def check_dense(name: str, x: Tensor, dims: int) -> None:
     inner = 1
     for size, stride in reversed([*zip(x.shape, x.stride())][x.dim() - dims :]):
         if size > 1 and stride != inner:
-            wanted = (
-                "contiguous" if dims == x.dim() else f"dense in its last {dims} dimensions (any pitch between them)"
-            )
-            raise wrong(name, f"strides {x.stride()}", "dense in its last dimension" if dims == 1 else wanted)
+            some = f"dense in its last {'dimension' if dims == 1 else f'{dims} dimensions (any pitch between them)'}"
+            raise wrong(name, f"strides {x.stride()}", "contiguous" if 1 < dims == x.dim() else some)
+
         inner *= size
 
 
@@ -140,8 +139,11 @@ class Arguments:
     """
 
     def __init__(self, given: Mapping[str, Any], called: Mapping[str, str], dry: bool = False):
-        for name, value in given.items():  # PyTorch 2.11 does not trace an update of `vars`
-            setattr(self, name, value)
+        if not torch.compiler.is_compiling():
+            vars(self).update(given)
+        else:  # PyTorch 2.11 does not trace an update of `vars`
+            for name, value in given.items():
+                setattr(self, name, value)
         self.given, self.called = given, called
         """All arguments as they came, and the caller's names of roles, where they differ."""
         self.read: Callable[[Tensor], Tensor] = (lambda x: x) if dry else resolved
@@ -271,8 +273,7 @@ def memory(x: Tensor | None) -> tuple[int, int] | None:
     """Where a tensor begins and ends; None of one without addresses. Interleaved slices of one buffer share memory, too."""
     if x is None or x.numel() == 0 or not has_address(x):
         return None
-    begin = x.data_ptr()
-    return begin, begin + extent(x)
+    return x.data_ptr(), x.data_ptr() + extent(x)
 
 
 # ---- what a backward pass refuses ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import has_address
 from .errors import wrong
 from .problem import (
     AttentionProblem,
@@ -44,9 +45,18 @@ ON_CPU = os.environ.get("TRITON_INTERPRET") != "1"
 NameOf = Callable[[str], str]
 """The caller's name of a role."""
 
+Found = Mapping[str, Tensor]
+
 
 def enabled() -> bool:
     return ENABLED and not torch.compiler.is_compiling()
+
+
+def due(t: Tensors, dry: bool) -> bool:
+    """True if the values of a call's tensors are to be checked. A `dry` check reads nothing on a GPU."""
+    if torch.compiler.is_compiling():
+        return False
+    return (ENABLED and not dry) or (ON_CPU and t.device.type == "cpu" and all(map(has_address, t.present().values())))
 
 
 def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: object = None) -> None:
@@ -78,7 +88,7 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: object = None)
         _check_decays(problem, found, lengths, name_of("g"))
 
 
-def _check_decays(problem: AttentionProblem, found: Mapping[str, Tensor], lengths: list[int], name: str) -> None:
+def _check_decays(problem: AttentionProblem, found: Found, lengths: list[int], name: str) -> None:
     """Checks tokens of sequences that are not null. A NaN passes: it stays in its sequence."""
     if problem.gate not in ("none", "logsigmoid"):
         return
@@ -108,7 +118,7 @@ def check_offsets(offsets: list[int], most: int, wanted: str) -> None:
         raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most {wanted}")
 
 
-def _check_lengths(problem: PoolProblem, found: Mapping[str, Tensor], on_host: object) -> list[int]:
+def _check_lengths(problem: PoolProblem, found: Found, on_host: object) -> list[int]:
     """Checks the lengths of the sequences and returns them; a commit's have as many tokens as its rows."""
     if not isinstance(problem, SequenceProblem):
         return [2**31] * problem.N
@@ -142,15 +152,11 @@ class _Claims:
         if index < self.lowest or not stored:
             return
         if index in self.written:
-            raise wrong(
-                argument, f"duplicate index {index}", f"distinct: each stored state needs {self.unit} of its own"
-            )
+            raise wrong(argument, f"duplicate index {index}", f"distinct: each state needs {self.unit} of its own")
         self.written.add(index)
 
 
-def _check_rows(
-    problem: StepProblem | CommitProblem, found: Mapping[str, Tensor], lengths: list[int], name_of: NameOf
-) -> None:
+def _check_rows(problem: StepProblem | CommitProblem, found: Found, lengths: list[int], name_of: NameOf) -> None:
     """Checks the rows of `intermediate_states`: no row may be written twice, nor may more tokens be accepted than a row has."""
     prefix = "source" if "source_pool" in found else "state"
     role, slots, given = f"{prefix}_indices", found[f"{prefix}_pool"].shape[0], found.get(f"{prefix}_indices")
@@ -175,9 +181,7 @@ def _check_rows(
                 raise wrong("num_accepted_tokens", counts[n], f"at most {what}")
 
 
-def _check_checkpoints(
-    problem: SequenceProblem, found: Mapping[str, Tensor], lengths: list[int], pool: _Claims
-) -> None:
+def _check_checkpoints(problem: SequenceProblem, found: Found, lengths: list[int], pool: _Claims) -> None:
     rows, every = problem.checkpoint_rows, problem.checkpoint_every
     if rows is not None:
         pool = _Claims(0, rows, "rows")

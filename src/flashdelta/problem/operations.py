@@ -6,7 +6,7 @@ role.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -22,7 +22,6 @@ from .arguments import (
     check_int_in,
     check_name,
     check_tensor,
-    has_address,
     memory,
     number_or_none,
     shape_of,
@@ -212,6 +211,7 @@ def check_tokens(
 ) -> None:
     """Checks the tensors of the tokens, the offsets of sequences and the parameters of the gate. `g`, `beta`: their names;
     `pool`: the argument that tells K and V, where q, k and v are views of rows."""
+
     c.require("q", "B T H K", *FLOATS)
     dtype = c.q.dtype
     c.require("k", "B T H K", dtype)
@@ -292,6 +292,11 @@ def check_intermediates(c: Arguments, pool: str, *shapes: str, written: bool = T
         c.check("intermediate_states", shapes, dtype, dense=3, written=written)
 
 
+def stored_states(c: Arguments, every: int = 0) -> dict[str, Any]:
+    """Settings that say which states are returned, and `every` how many tokens one is stored."""
+    return dict(output_final_state=c.output_final_state or c.final_state is not None, checkpoint_every=every)
+
+
 def check_taps(c: Arguments) -> None:
     rule("weight", MIN_TAPS <= c.sizes["W"] <= MAX_TAPS, f"of {MIN_TAPS} to {MAX_TAPS} taps", shape_of(c.weight))
 
@@ -317,15 +322,14 @@ def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> d
         c.A_log = c.A_log.view(c.sizes["HV"])
     if c.dt_bias is not None and c.dt_bias.dim() == 1:
         c.dt_bias = c.dt_bias.view(getattr(c, g).shape[2:])
-    return dict(
-        scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
-        gate=gate,
-        lower_bound=float(c.lower_bound) if gate == "lower_bound" else None,
-        safe_gate=gate == "lower_bound",
-        beta_kind="value" if not logits else "double_logit" if c.allow_neg_eigval else "logit",
-        l2norm=bool(c.use_qk_l2norm_in_kernel),
-        state_v_first=bool(c.state_v_first),
-    )
+    bound = float(c.lower_bound) if gate == "lower_bound" else None
+    beta = "value" if not logits else "double_logit" if c.allow_neg_eigval else "logit"
+    settings = dict(scale=scale_of(c, c.q), gate=gate, lower_bound=bound, safe_gate=bound is not None, beta_kind=beta)
+    return dict(settings, l2norm=bool(c.use_qk_l2norm_in_kernel), state_v_first=bool(c.state_v_first))
+
+
+def scale_of(c: Any, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if c.scale is None else float(c.scale)
 
 
 # ---- whole sequences: chunk_kda, fused_recurrent_kda ---------------------------------------------------------------------
@@ -355,24 +359,16 @@ def validate_chunk(c: Arguments) -> Made:
     if c.cp_context is not None and c.cp_context.ranks > 1:
         of_rank = ("rank", "ranks", "exchange", "relay")
         settings |= {name: getattr(c.cp_context, name) for name in of_rank} | {"process_group": c.cp_context.name}
-    longest_chunks, all_chunks = known_lengths(c.cu_seqlens_cpu, c.chunk_size, c.q) or (0, 0)
-    return c.made(
-        ChunkProblem,
-        operation="chunk",
-        **settings,
-        output_final_state=c.output_final_state or c.final_state is not None,
-        checkpoint_every=c.checkpoint_every or 0,
-        split=AUTO if c.split == "auto" else 1 if c.split is False else c.split,
-        longest_chunks=longest_chunks,
-        all_chunks=all_chunks,
-    )
+    settings |= zip(("longest_chunks", "all_chunks"), known_lengths(c.cu_seqlens_cpu, c.chunk_size, c.q) or (0, 0))
+    settings |= stored_states(c, every=c.checkpoint_every or 0)
+    settings["split"] = AUTO if c.split == "auto" else 1 if c.split is False else c.split
+    return c.made(ChunkProblem, operation="chunk", **settings)
 
 
 def validate_recurrent(c: Arguments) -> Made:
     gate = check_sequence_options(c)
     check_sequence_tensors(c)
-    settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel)
-    settings["output_final_state"] = c.output_final_state or c.final_state is not None
+    settings = attention_settings(c, gate, c.use_beta_sigmoid_in_kernel) | stored_states(c)
     if c.with_gradients():  # only the chunked kernels have gradients
         return c.made(ChunkProblem, operation="chunk", **settings)
     return c.made(StepProblem, operation="recurrent", **settings)
@@ -399,13 +395,9 @@ def check_sequence_tensors(c: Arguments) -> str:
 # ---- steps of decoding: recurrent_kda, commit ----------------------------------------------------------------------------
 
 DECODE_NAMES = {
-    "state_pool": "initial_state",
-    "state_indices": "ssm_state_indices",
-    "source_pool": "initial_state_source",
-    "source_indices": "initial_state_indices",
-    "intermediate_indices": "intermediate_state_indices",
-    "initial_state": "",  # all states lie in pools
-    "out": "output",
+    **dict(state_pool="initial_state", state_indices="ssm_state_indices", out="output"),
+    **dict(source_pool="initial_state_source", source_indices="initial_state_indices"),
+    **dict(intermediate_indices="intermediate_state_indices", initial_state=""),  # all states lie in pools
 }
 """FlashInfer's names of roles, where they differ."""
 
@@ -445,13 +437,9 @@ def validate_decode(c: Arguments) -> Made:
         rows, N = c.sizes.get("rows", 2**31), c.sizes["N"]
         rule("intermediate_states", rows >= N, f"of a row for each of the {N} sequences", f"{rows} rows")
     c.check("output", "B T HV V", wider(dtype), dtype, dense=1, written=True)
-    return c.made(
-        StepProblem,
-        operation="decode",
-        **attention_settings(c, gate, c.beta_is_logit),
-        output_final_state=c.output_final_state and c.initial_state is None,
-        spec_tokens=tokens - 1,
-    )
+    settings = attention_settings(c, gate, c.beta_is_logit) | dict(spec_tokens=tokens - 1)
+    settings["output_final_state"] = c.output_final_state and c.initial_state is None
+    return c.made(StepProblem, operation="decode", **settings)
 
 
 def check_decode_options(c: Arguments) -> None:
@@ -552,8 +540,7 @@ def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem
     """Makes every head of every batch row a batch row with one head: its chunks then lie one after another, as in
     `w [B, H, Nc, C, K]`."""
     q = tensors["q"]
-    scale = q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
-    settings = dict(scale=scale, gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=q.shape[1])
+    settings = dict(scale=scale_of(c, q), gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=q.shape[1])
     by_row = {name: x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for name, x in tensors.items()}
     t = ChunkTensors(**by_row)
     return problem_of(ChunkProblem, t, operation="prefill", state_v_first=True, split=1, **settings), t
@@ -584,12 +571,8 @@ def validate_wy(c: Arguments) -> Made:
     NT = -(-c.sizes["T"] // c.chunk_size)
     if c.cu_seqlens is None:
         rule("h", c.sizes["NT"] == NT, f"of NT = ceil(T / chunk_size) = {NT} states per row", shape_of(c.h))
-    return c.made(
-        WyProblem,
-        operation="wy",
-        scale=c.sizes["K"] ** -0.5 if c.scale is None else float(c.scale),
-        gate="cumulative_log2" if c.use_exp2 else "cumulative",
-    )
+    gate = "cumulative_log2" if c.use_exp2 else "cumulative"
+    return c.made(WyProblem, operation="wy", scale=scale_of(c, c.q), gate=gate)
 
 
 # ---- the layer around attention: gated_rms_norm, short_convolution ---------------------------------------------------------
@@ -627,24 +610,15 @@ def validate_convolution(c: Arguments) -> Made:
     name = next(x for x in states if x in c.tensors)
     rule(name, L in (W - 1, W), f"of the last W - 1 = {W - 1} or W = {W} inputs of a channel", f"{L} inputs")
     c.check("out", "B T D", c.x.dtype, dense=1, written=True)
-    return c.made(
-        ConvolutionProblem,
-        operation="short_convolution",
-        activation="none" if c.activation is None else c.activation,
-        output_final_state=c.output_final_state or c.final_state is not None,
-        checkpoint_every=c.checkpoint_every or 0,
-    )
+    settings = stored_states(c, every=c.checkpoint_every or 0)
+    return c.made(ConvolutionProblem, operation="short_convolution", activation=c.activation or "none", **settings)
 
 
 # ---- the layer's step: fused_kda_decode --------------------------------------------------------------------------------------
 
 FUSED_NAMES = {
-    "state_pool": "state",
-    "g": "raw_g",
-    "beta": "raw_beta",
-    "z": "output_gate",
-    "out": "output",
-    "intermediate_indices": "intermediate_state_indices",
+    **dict(state_pool="state", g="raw_g", beta="raw_beta", z="output_gate", out="output"),
+    **dict(intermediate_indices="intermediate_state_indices"),
 }
 """FlashInfer's and vLLM's names of roles, where they differ."""
 
@@ -722,13 +696,11 @@ class Operation:
         read = self.reads(given)
         return [name for name in self.may_write if name != read and given.get(name) is not None]
 
-    def overlaps(self, names: list[str]) -> dict[str, list[str]]:
-        """Maps each tensor that may be written to those of `names` that must not share its memory. Each pair is there once."""
-        found: dict[str, list[str]] = {}
-        for name in self.may_write:
-            others = [x for x in names if x != name and {x, name} != {*self.may_share}]
-            found[name] = [other for other in others if name not in found.get(other, ())]
-        return found
+    def overlaps(self, names: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+        """Yields each of `names` that may be written, with those that must not share its memory. Each pair comes once."""
+        own = [name for name in self.may_write if name in names]
+        for i, name in enumerate(own):
+            yield name, [x for x in names if x not in own[: i + 1] and {x, name} != {*self.may_share}]
 
     def check(self, given: Mapping[str, object], *, dry: bool = False) -> Made:
         """Validates a call, whose arguments are `given` by the caller's names. A `dry` check copies and reads nothing on a
@@ -742,10 +714,8 @@ class Operation:
         problem, t = self.validate(c)
         check_gradients(c, self.no_gradients)
         self.check_overlaps(c.tensors)
-        if not torch.compiler.is_compiling():
-            on_cpu = device_checks.ON_CPU and t.device.type == "cpu" and all(map(has_address, t.present().values()))
-            if on_cpu or (device_checks.ENABLED and not dry):
-                device_checks.check(problem, t, self.name_of, given.get("cu_seqlens_cpu"))
+        if device_checks.due(t, dry):
+            device_checks.check(problem, t, self.name_of, given.get("cu_seqlens_cpu"))
         return problem, t
 
     def check_overlaps(self, tensors: Mapping[str, Tensor | None]) -> None:
@@ -753,10 +723,9 @@ class Operation:
         if torch.compiler.is_compiling() or all([tensors.get(name) is None for name in self.may_write]):
             return
         places = {name: place for name, x in tensors.items() if (place := memory(x)) is not None}
-        for name in self.may_write:
-            begin, end = places.pop(name, (0, 0))  # so that each pair is there once
-            for other, (first, last) in places.items():
-                if first < end and begin < last and {name, other} != {*self.may_share}:
+        for name, others in self.overlaps(places):
+            for other in others:
+                if places[other][0] < places[name][1] and places[name][0] < places[other][1]:
                     raise wrong(name, f"memory shared with {other}", "in memory of its own")
 
 
@@ -797,7 +766,5 @@ FUSED_DECODE = Operation(
     no_gradients="nn.KimiDeltaAttention has gradients",
 )
 
-BY_NAME = {
-    operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION, FUSED_DECODE)
-}
+BY_NAME = {x.name: x for x in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION, FUSED_DECODE)}
 """Those that write tensors of the caller's."""

@@ -289,11 +289,6 @@ class Problem:
     output_dtype: torch.dtype = derived(lambda t: t.primary.dtype if t.out is None else t.out.dtype)
     requires_grad: bool = derived(requires_grad)
 
-    @property
-    def is_empty(self) -> bool:
-        """True if there is nothing to launch."""
-        return False
-
     def results(self) -> dict[str, Result]:
         """The results of the call, by name and in order."""
         return {}
@@ -308,10 +303,6 @@ class NormProblem(Problem):
     output_dtype: torch.dtype = derived(lambda t: t.z.dtype)
     shape: tuple[int, ...] = derived(lambda t: tuple(t.x.shape))
     V: int = derived(lambda t: t.x.shape[-1])
-
-    @property
-    def is_empty(self) -> bool:
-        return 0 in self.shape
 
     def results(self) -> dict[str, Result]:
         return {"o": Result(self.shape, self.output_dtype)}
@@ -357,10 +348,6 @@ class SequenceProblem(PoolProblem):
     )
 
     @property
-    def is_empty(self) -> bool:
-        return self.N == 0
-
-    @property
     def most_tokens(self) -> int:
         """Tokens that are looked at of a sequence at most."""
         return self.T
@@ -388,10 +375,6 @@ class ConvolutionProblem(SequenceProblem):
     @property
     def shape(self) -> tuple[int, int, int]:
         return (self.B, self.T, self.D)
-
-    @property
-    def is_empty(self) -> bool:
-        return 0 in self.shape
 
     def results(self) -> dict[str, Result]:
         found = {"o": Result(self.shape, self.output_dtype)}
@@ -570,10 +553,6 @@ class CommitProblem(PoolProblem):
     HV: int = derived(lambda t: t.state_pool.shape[1])
     has_records: bool = derived(lambda t: is_record(t.intermediate_states))
     rows: int = derived(lambda t: t.intermediate_states.shape[0])
-
-    @property
-    def is_empty(self) -> bool:
-        return self.N == 0
 
     @property
     def most_tokens(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .problem import AUTO, ChunkProblem
 
@@ -37,13 +38,8 @@ class SplitCosts:
 
 
 def parts_of_sequences(
-    chunks: torch.Tensor,
-    room: int,
-    costs: SplitCosts,
-    split: int = AUTO,
-    batch_invariant: bool = False,
-    together: int | None = None,
-) -> torch.Tensor:
+    chunks: Tensor, room: int, costs: SplitCosts, split: int = AUTO, batch_invariant: bool = False
+) -> Tensor:
     """How many segments each sequence is cut into, `[N]`, at least 1.
 
     Args:
@@ -52,11 +48,11 @@ def parts_of_sequences(
         costs: of the kernels that will run.
         split: `AUTO`, or the number of segments of every sequence that has as many chunks.
         batch_invariant: a sequence's parts depend on its own chunks alone. Otherwise sequences share the room by their chunks.
-        together: chunks of the whole batch, if `chunks` has some of its sequences only.
+
     """
     if split != AUTO:
         return chunks.clamp(1, split)
-    total = chunks if batch_invariant else chunks.sum() if together is None else torch.tensor(together)
+    total = chunks if batch_invariant else chunks.sum()
     return torch.as_tensor(parts_that_pay(chunks, total, room, costs))
 
 
@@ -77,15 +73,15 @@ def parts_that_pay(chunks: Whole, total: Whole, room: int, costs: SplitCosts) ->
 
 
 def least(a: Whole, b: Whole) -> Whole:
-    return torch.minimum(a, b) if isinstance(a, torch.Tensor) else min(a, b)
+    return torch.minimum(a, b) if isinstance(a, Tensor) else min(a, b)
 
 
 def most(a: Whole, bound: int) -> Whole:
-    return a.clamp(min=bound) if isinstance(a, torch.Tensor) else max(a, bound)
+    return a.clamp(min=bound) if isinstance(a, Tensor) else max(a, bound)
 
 
 def where(condition: Any, a: Whole, b: Whole) -> Whole:
-    return torch.where(condition, a, b) if isinstance(condition, torch.Tensor) else a if condition else b
+    return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
 
 
 def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invariant: bool = False) -> int:
@@ -100,7 +96,7 @@ def splits(problem: ChunkProblem) -> bool:
     return problem.split > 1 or problem.split == AUTO
 
 
-def planned_parts(problem: ChunkProblem, chunks: torch.Tensor, room: int, costs: SplitCosts) -> torch.Tensor:
+def planned_parts(problem: ChunkProblem, chunks: Tensor, room: int, costs: SplitCosts) -> Tensor:
     """`parts_of_sequences` of a call."""
     if not splits(problem):
         return torch.ones_like(chunks)
@@ -119,13 +115,13 @@ def known_lengths(offsets: Any, chunk_size: Any, q: Any) -> tuple[int, int] | No
     zeros if it has none. The bounds are powers of two, so that not every batch is a kind of call of its own. Returns None for
     offsets that can't be those of tensors like `q`. Any object may be passed: what is no tensor of offsets is for the
     validation to refuse."""
-    if torch.compiler.is_compiling() or type(offsets) is not torch.Tensor or offsets.layout is not torch.strided:
+    if torch.compiler.is_compiling() or type(offsets) is not Tensor or offsets.layout is not torch.strided:
         return 0, 0
     if not offsets.is_cpu or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_nested:
         return 0, 0
     if offsets.dtype not in (torch.int32, torch.int64) or type(chunk_size) is not int or chunk_size <= 0:
         return 0, 0
-    if not isinstance(q, torch.Tensor) or q.is_nested or q.dim() != 4:
+    if not isinstance(q, Tensor) or q.is_nested or q.dim() != 4:
         return 0, 0
     try:
         content = offsets.numpy().tobytes()

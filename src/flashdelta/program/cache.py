@@ -13,14 +13,14 @@ from ..problem import device_checks
 from ..problem.arguments import PLAIN, is_plain
 
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether the call stands inside `torch.func.grad`, `vjp`, `vmap` and so on, of its arguments or of others."""
+"""True if the call stands inside `torch.func.grad`, `vjp`, `vmap` and so on, of its arguments or of others."""
 
 
 class Entry:
     """A call that the cache has."""
 
     used = 0
-    """How many entries had been kept when it was last found."""
+    """Count of entries kept when it was last found."""
 
     types: Sequence[type] = ()
     """Types of the call's options: 64.0 equals 64, and True equals 1, but they are not the same call."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
@@ -65,12 +66,12 @@ class Prepared(NamedTuple):
 
     act: Callable[..., object]
     call: list
-    tensors: list[tuple[int, torch.Tensor]]
-    described: list[tuple[int, torch.Tensor]]
+    tensors: list[tuple[int, Tensor]]
+    described: list[tuple[int, Tensor]]
     kernel: CompiledKernel | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Launch:
     """One kernel launch, of tensors in slots; to be prepared for a plan, or compiled for any GPU (`tools/compile.py`).
 
@@ -103,7 +104,7 @@ class Launch:
         for i, x in enumerate(self.arguments, ARGUMENTS):
             if x is None or isinstance(x, (int, float)):
                 continue
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, Tensor):
                 if x.numel() > 0:
                     tensors.append((i, x))
                 call[i] = 0
@@ -182,10 +183,10 @@ def on_cpu(arguments: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     return found
 
 
-def base_of(x: Any) -> torch.Tensor | None:
+def base_of(x: Any) -> Tensor | None:
     """The tensor of an argument that is one, or a tensor descriptor."""
     x = getattr(x, "base", x)
-    return x if isinstance(x, torch.Tensor) else None
+    return x if isinstance(x, Tensor) else None
 
 
 class Address:
@@ -230,6 +231,6 @@ def _specialization(kernel: JITFunction, arguments: tuple) -> list:
         elif isinstance(x, int):
             # Triton compiles integers that are 1 or multiples of 16 on their own
             found.append(None if parameter.do_not_specialize else (x == 1, x % 16 == 0, x > 2**31 - 1))
-        elif isinstance(x, torch.Tensor):
+        elif isinstance(x, Tensor):
             found += x.dtype, x.data_ptr() % 16
     return found

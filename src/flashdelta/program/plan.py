@@ -27,6 +27,10 @@ Pointers = list[tuple[int, int, int]]
 Outputs = dict[str, Tensor]
 """A plan's results, by name."""
 
+Given = Sequence[Tensor | None]
+"""The tensors of a call, as they come."""
+
+
 ALIGNMENT = 512
 """Bytes: of scratch that shares an allocation."""
 
@@ -91,14 +95,12 @@ class Plan(Entry):
         """Zeros, one for each output and each allocation of scratch."""
         self.disjoint: list[tuple[int, int, list[tuple[int, int]]]] = []
         """Tensors that are written, by place and bytes, and those which must not share their memory."""
-        self.refuse: Callable[[Sequence[Tensor | None]], None] | None = None
+        self.refuse: Callable[[Given], None] | None = None
         """Called with the tensors of a call that overlap; raises."""
         self.apart: dict[int, list[int]] = {}
         """The addresses last found to be disjoint, by that of the first that is written, such as a layer's pool."""
 
-    def locate(
-        self, t: Tensors, tensors: Sequence[Tensor | None], places: Sequence[int], written: Written | None = None
-    ) -> None:
+    def locate(self, t: Tensors, tensors: Given, places: Sequence[int], written: Written | None = None) -> None:
         """Makes it a plan of calls with `tensors` as they come: each of `t` is, or is a view of, the one at its place."""
         begins = [0 if x is None else x.data_ptr() for x in tensors]
         self.sources = [(i, x.data_ptr() - begins[i]) for i, x in zip(places, t.present().values())]
@@ -106,9 +108,7 @@ class Plan(Entry):
         if written is not None:
             self.writes, self.refuse = written.places, written.refuse
             sizes = [0 if x is None else extent(x) for x in tensors]
-            pairs = [
-                (i, [(j, sizes[j]) for j in others if sizes[j] > 0]) for i, others in written.pairs if sizes[i] > 0
-            ]
+            pairs = [(i, [(j, sizes[j]) for j in others if sizes[j]]) for i, others in written.pairs if sizes[i]]
             self.disjoint = [(i, sizes[i], others) for i, others in pairs if others]
 
     def _prepare(self) -> list[Bound]:
@@ -156,7 +156,7 @@ class Plan(Entry):
         self.launches, self.outputs = [], {}
         return bound
 
-    def execute(self, tensors: Sequence[Tensor | None], addresses: list[int] | None = None) -> dict[str, Tensor]:
+    def execute(self, tensors: Given, addresses: list[int] | None = None) -> dict[str, Tensor]:
         """The outputs by name. `addresses` are those of `tensors`, in a list that may be changed."""
         if addresses is None:
             addresses = [0 if x is None else x.data_ptr() for x in tensors]
@@ -200,7 +200,7 @@ class Plan(Entry):
             results[name] = tensors[i]  # type: ignore[assignment]
         return results
 
-    def _check_disjoint(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> None:
+    def _check_disjoint(self, tensors: Given, addresses: list[int]) -> None:
         for i, size, others in self.disjoint:
             begin = addresses[i]
             end = begin + size

@@ -14,7 +14,9 @@ from ..problem.problem import Tensors, replaced
 
 T = TypeVar("T", bound=Tensors)
 
-Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Shape = tuple[int, ...]
+Layout = Mapping[str, tuple[Shape, torch.dtype]]
+
 """Shapes and dtypes by name, in the order in which the tensors lie."""
 
 
@@ -25,19 +27,17 @@ SLOT = 1 << 44
 """Bytes from slot to slot in the addresses of their tensors: no GPU has as many."""
 
 with torch.inference_mode():  # views of others count their versions, which takes as long again
-    _slots = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
+    _typed_slots = functools.cache(torch.empty(1 << 62, dtype=torch.uint8, device="meta").view)
 
 
 @functools.lru_cache(4096)  # calls that differ in their lengths have parameters, pools and indices in the same places
-def tensor_at(
-    address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
-) -> Tensor:
+def tensor_at(address: int, shape: Shape, dtype: torch.dtype, strides: Shape | None = None) -> Tensor:
     """A tensor in slots, by default a dense one."""
     if strides is None:
         count, strides = 1, ()
         for n in reversed(shape):
             count, strides = count * max(n, 1), (count, *strides)
-    return _slots.view(dtype).as_strided(shape, strides, address // dtype.itemsize)
+    return _typed_slots(dtype).as_strided(shape, strides, address // dtype.itemsize)
 
 
 class Slots:

@@ -16,7 +16,6 @@ from .decode import commit, decode_kda
 from .fused_decode import fused_kda_decode
 from .norm import gated_rms_norm
 from .prefill import prefill
-from .recurrent import recurrent_kda
 from .states import without_null, writing
 from .wy import chunk_bwd_wy_dqkg
 
@@ -49,12 +48,8 @@ def build(problem: Problem, t: Tensors) -> Computation:
 
 
 FORWARDS: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
-    "chunk": chunk_kda,
-    "recurrent": recurrent_kda,
-    "decode": decode_kda,
-    "fused_decode": fused_kda_decode,
-    "gated_rms_norm": gated_rms_norm,
-    "short_convolution": short_convolution,
+    **dict(chunk=chunk_kda, recurrent=decode_kda, decode=decode_kda, fused_decode=fused_kda_decode),
+    **dict(gated_rms_norm=gated_rms_norm, short_convolution=short_convolution),
 }
 
 
@@ -97,9 +92,6 @@ def backward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
 
 
 OPERATIONS: dict[str, Callable[..., dict[str, Tensor]]] = {
-    **dict.fromkeys(FORWARDS, forward),
-    "commit": commit,
-    "prefill": prefill,
-    "wy": chunk_bwd_wy_dqkg,
+    **dict(dict.fromkeys(FORWARDS, forward), commit=commit, prefill=prefill, wy=chunk_bwd_wy_dqkg),
     **{name + BACKWARD: backward for name in FORWARDS if name not in ("recurrent", "decode", "fused_decode")},
 }

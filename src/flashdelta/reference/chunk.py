@@ -17,10 +17,11 @@ Differentiable, for any device and dtype up to float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..problem.problem import ChunkProblem, ChunkTensors
 from . import parallel
@@ -36,15 +37,15 @@ class Prepared:
     `w, qg, kg [S, B, HV, C, K]`; `inverse, Aqk [S, B, HV, C, C]`; `decay [S, B, HV, K]`.
     """
 
-    w: torch.Tensor
-    qg: torch.Tensor
-    kg: torch.Tensor
-    inverse: torch.Tensor
-    Aqk: torch.Tensor
-    decay: torch.Tensor
+    w: Tensor
+    qg: Tensor
+    kg: Tensor
+    inverse: Tensor
+    Aqk: Tensor
+    decay: Tensor
 
 
-def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor:
+def to_chunks(x: Tensor, C: int, slots: ChunkSlots | None) -> Tensor:
     """`[B, T, HV, ...] -> [S, B, HV, C, ...]`, with zeros where a chunk has no token. With `slots`, those of all batch rows one
     after another: `[S, 1, HV, C, ...]`."""
     B, T = x.shape[:2]
@@ -57,18 +58,12 @@ def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor
     return x.transpose(0, 1).transpose(2, 3)
 
 
-def solve(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def solve(system: Tensor, right: Tensor) -> Tensor:
     """`system^-1 right`, for a unit lower triangular system."""
     return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
 
-def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    solve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = solve,
-) -> Prepared:
+def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, solve: Callable[..., Tensor] = solve) -> Prepared:
     """`inverse = (I + Akk)^-1 diag(beta)`, `w = inverse (k exp(G))` and so on: stage `prepare`, parallel over chunks.
 
     Inputs are chunked, `[.., C, K]` and `beta [.., C]`; `solve(system, right)` forms `inverse`.
@@ -84,25 +79,17 @@ def prepare(
     eye = torch.eye(C, dtype=q.dtype, device=q.device)
     inverse = solve(eye + Akk, torch.diag_embed(beta))
     decayed = g.cumsum(-2).exp()
-    return Prepared(
-        w=inverse @ (k * decayed),
-        qg=q * decayed,
-        kg=k * pair[..., -1, :, :],
-        inverse=inverse,
-        Aqk=Aqk,
-        decay=decayed[..., -1, :],
-    )
+    w, qg, kg = inverse @ (k * decayed), q * decayed, k * pair[..., -1, :, :]
+    return Prepared(w, qg, kg, inverse, Aqk, decay=decayed[..., -1, :])
 
 
-def recur(p: Prepared, v: torch.Tensor, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def recur(p: Prepared, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """Stage `recurrence`: `v_new = inverse v - w S` and `diag(decay) S + kg^T v_new`, from the state `S` before a chunk."""
     v_new = p.inverse @ v - p.w @ S
     return v_new, p.decay[..., None] * S + p.kg.transpose(-1, -2) @ v_new
 
 
-def before_rank(
-    problem: ChunkProblem, t: ChunkTensors, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
-) -> torch.Tensor:
+def before_rank(problem: ChunkProblem, t: ChunkTensors, prepared: list[Prepared], v: Tensor, initial: Tensor) -> Tensor:
     """The initial states, with those that come from the ranks before."""
     packets, known = [], parallel.started_here(problem, t, initial)
     for n in parallel.outgoing(problem, t):
@@ -117,7 +104,7 @@ def before_rank(
     return parallel.carried(problem, t, parallel.exchange(problem, t, packets, initial), initial)
 
 
-def chunk_kda(problem: ChunkProblem, t: ChunkTensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def chunk_kda(problem: ChunkProblem, t: ChunkTensors) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
     states go there, and the states at checkpoints there or to a buffer of their own."""
     C, empty = problem.chunk_size, problem.T == 0 or problem.N == 0
@@ -169,9 +156,7 @@ def chunk_kda(problem: ChunkProblem, t: ChunkTensors) -> tuple[torch.Tensor, tor
     return o, final, h
 
 
-def regular_checkpoints(
-    problem: ChunkProblem, t: ChunkTensors, slots: ChunkSlots | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def regular_checkpoints(problem: ChunkProblem, t: ChunkTensors, slots: ChunkSlots | None) -> tuple[Tensor, Tensor]:
     """The row of `checkpoint_states` for the state before the chunk of every slot, and batch row; and whether it goes there. A
     sequence's rows lie one after another, and so do the sequences'."""
     each = problem.checkpoint_every // problem.chunk_size
@@ -186,7 +171,7 @@ def regular_checkpoints(
     return (first + chunk // each).flatten(), (used & (chunk % each == 0)).flatten()
 
 
-def from_chunks(o: torch.Tensor, problem: ChunkProblem, slots: ChunkSlots | None) -> torch.Tensor:
+def from_chunks(o: Tensor, problem: ChunkProblem, slots: ChunkSlots | None) -> Tensor:
     """`[S, B, HV, C, V] -> [B, T, HV, V]`, for any `V`; zeros for tokens of no sequence."""
     o = o.transpose(2, 3).transpose(0, 1)
     S, C = o.shape[1:3]
@@ -200,7 +185,7 @@ def from_chunks(o: torch.Tensor, problem: ChunkProblem, slots: ChunkSlots | None
     return flat.new_zeros(tokens + 1, problem.HV, V).index_copy(0, index, flat)[:tokens].view(shape)
 
 
-def intermediate_states(problem: ChunkProblem, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
+def intermediate_states(problem: ChunkProblem, before: Tensor, slots: ChunkSlots | None) -> Tensor:
     """The state before every chunk, `[S, B, HV, K, V] -> [B, NT, HV, K, V]`.
 
     Packed: `NT` is the bound `T // C + N (1 + M)`, the chunks of all sequences lie one after another without gaps, and the rows

@@ -9,6 +9,7 @@ sequence holds its last `L` inputs. Never waits for a device.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..problem.problem import ConvolutionProblem, ConvolutionTensors, wider
 from .norm import ACTIVATIONS
@@ -16,9 +17,7 @@ from .sequences import offsets_of
 from .states import gathered, store_rows
 
 
-def short_convolution(
-    problem: ConvolutionProblem, t: ConvolutionTensors
-) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def short_convolution(problem: ConvolutionProblem, t: ConvolutionTensors) -> tuple[Tensor, Tensor | None, None]:
     """`(o [B, T, D], final_state [N, D, L] or None, None)`. With a pool, the final states go there."""
     dtype, D, W = wider(problem.dtype), problem.D, problem.taps
     offsets = offsets_of(problem, t)
@@ -54,12 +53,7 @@ def short_convolution(
 
 
 def _store_checkpoints(
-    problem: ConvolutionProblem,
-    t: ConvolutionTensors,
-    x: torch.Tensor,
-    states: torch.Tensor,
-    begins: torch.Tensor,
-    lengths: torch.Tensor,
+    problem: ConvolutionProblem, t: ConvolutionTensors, x: Tensor, states: Tensor, begins: Tensor, lengths: Tensor
 ) -> None:
     """The states after some tokens of each sequence, to rows of their buffer. Regular ones lie without gaps, sequence after
     sequence."""
@@ -82,7 +76,7 @@ def _store_checkpoints(
     store_rows(buffer, row, stored, found.to(buffer.dtype))
 
 
-def _initial(problem: ConvolutionProblem, t: ConvolutionTensors, dtype: torch.dtype) -> torch.Tensor:
+def _initial(problem: ConvolutionProblem, t: ConvolutionTensors, dtype: torch.dtype) -> Tensor:
     """`[N + 1, D, L]`: the last one is of no sequence."""
     state = t.initial_state
     if t.state_pool is not None and t.state_indices is not None:
@@ -91,9 +85,7 @@ def _initial(problem: ConvolutionProblem, t: ConvolutionTensors, dtype: torch.dt
     return one.expand(problem.N + 1, -1, -1) if state is None else torch.cat([state.to(dtype), one])
 
 
-def _inputs(
-    x: torch.Tensor, states: torch.Tensor, begins: torch.Tensor, n: torch.Tensor, position: torch.Tensor
-) -> torch.Tensor:
+def _inputs(x: Tensor, states: Tensor, begins: Tensor, n: Tensor, position: Tensor) -> Tensor:
     """Inputs of sequences `n` at these positions, `[.., D]`; those below 0 are the states'."""
     first = torch.cat([begins, begins.new_zeros(1)])[n]
     at, L = (first + position).clamp(0, x.shape[0] - 1), states.shape[2]

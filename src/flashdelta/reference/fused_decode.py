@@ -38,18 +38,15 @@ def fused_kda_decode(problem: FusedProblem, t: FusedTensors) -> tuple[Tensor, No
     history = _windows(problem, t, live, slot, shift).to(dtype)
     x = torch.cat([part.flatten(2) for part in (t.q, t.k, t.v)], dim=2).to(dtype)
     channels = [part.shape[2:].numel() for part in (t.q, t.k, t.v)]
-    rows = ConvolutionTensors(
-        x=x, weight=t.weight.reshape(-1, problem.taps), bias=t.bias, initial_state=history, cu_seqlens=t.cu_seqlens
-    )
-    mixed, _, _ = short_convolution(
-        problem_of(ConvolutionProblem, rows, operation="short_convolution", activation="silu"), rows
-    )
+    weight = t.weight.reshape(-1, problem.taps)
+    rows = ConvolutionTensors(x=x, weight=weight, bias=t.bias, initial_state=history, cu_seqlens=t.cu_seqlens)
+    convolution = problem_of(ConvolutionProblem, rows, operation="short_convolution", activation="silu")
+    mixed, _, _ = short_convolution(convolution, rows)
     q, k, v = (part.view_as(whole) for part, whole in zip(mixed.split(channels, dim=2), (t.q, t.k, t.v)))
     # null sequences by index: a count outside 1 .. 1 + S makes one, too
     indices = torch.where(live if t.state_indices.dim() == 1 else live[:, None], t.state_indices, -1)
-    o, _, _ = decode_kda(
-        replace(problem, dtype=dtype, output_dtype=dtype), replace(t, q=q, k=k, v=v, state_indices=indices)
-    )
+    step = replace(problem, dtype=dtype, output_dtype=dtype)
+    o, _, _ = decode_kda(step, replace(t, q=q, k=k, v=v, state_indices=indices))
     outputs = NormTensors(x=o, z=t.z, weight=t.norm_weight)
     norm = problem_of(NormProblem, outputs, operation="gated_rms_norm", activation="sigmoid", eps=problem.eps)
     normed, _, _ = gated_rms_norm(replace(norm, output_dtype=problem.output_dtype), outputs)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..problem.problem import L2_EPS, AttentionProblem, AttentionTensors, wider
-from .sequences import token_sequences
+from .sequences import in_sequences
 
 
-def log_decay(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
+def log_decay(problem: AttentionProblem, t: AttentionTensors) -> Tensor:
     """The gate: the natural-log decay per token and key channel, `[B, T, HV, K]`, in the compute dtype.
 
     none: `g`.  softplus: `-exp(A_log) softplus(g + dt_bias)`.
@@ -32,7 +33,7 @@ def log_decay(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     raise NotImplementedError(problem.gate)
 
 
-def beta_of(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
+def beta_of(problem: AttentionProblem, t: AttentionTensors) -> Tensor:
     """`beta` in the compute dtype, `[B, T, HV]`."""
     beta = t.beta.to(wider(problem.dtype))
     if problem.beta_kind == "value":
@@ -43,7 +44,7 @@ def beta_of(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     return value * (2.0 if problem.beta_kind == "double_logit" else 1.0)
 
 
-def l2_normalize(x: torch.Tensor) -> torch.Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     """`x / sqrt(sum x^2 + L2_EPS)` over the last dimension; a zero row stays zero."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
@@ -53,12 +54,12 @@ def without_strays(problem: AttentionProblem, t: AttentionTensors) -> AttentionT
     parameters: zero times NaN is NaN."""
     if not problem.packed:
         return t
-    valid = token_sequences(problem, t).valid[None, :, None]
+    valid = in_sequences(problem, t)[None, :, None]
     wide = {role: torch.where(valid[..., None], getattr(t, role), 0) for role in ("q", "k", "v", "g")}
     return replace(t, **wide, beta=torch.where(valid, t.beta, 0))
 
 
-def elementwise_inputs(problem: AttentionProblem, t: AttentionTensors) -> tuple[torch.Tensor, ...]:
+def elementwise_inputs(problem: AttentionProblem, t: AttentionTensors) -> tuple[Tensor, ...]:
     """`q` (normalised, scaled), `k` (normalised), `v`, log decay and beta, in the compute dtype, all with HV heads."""
     t = without_strays(problem, t)
     dtype = wider(problem.dtype)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..problem.problem import NormProblem, NormTensors, wider
 
 ACTIVATIONS = {"none": lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu}
 
 
-def gated_rms_norm(problem: NormProblem, t: NormTensors) -> tuple[torch.Tensor, None, None]:
+def gated_rms_norm(problem: NormProblem, t: NormTensors) -> tuple[Tensor, None, None]:
     """`(o, None, None)`."""
     x, z, weight = (x.to(wider(problem.dtype)) for x in (t.x, t.z, t.weight))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + problem.eps)

@@ -8,7 +8,6 @@ The exchange is part of the graph: autograd goes through it, which the kernels' 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,9 +62,7 @@ def identity(HV: int, K: int, V: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return torch.eye(K, dtype=like.dtype, device=like.device).expand(HV, K, K), like.new_zeros(HV, K, V)
 
 
-def exchange(
-    problem: ChunkProblem, t: ChunkTensors, transitions: Sequence[tuple[Tensor, Tensor]], initial: Tensor
-) -> Tensor:
+def exchange(problem: ChunkProblem, t: ChunkTensors, transitions: list, initial: Tensor) -> Tensor:
     """All packets, `Problem.packet_shape`; `transitions` are `(M, b)` of this rank's outgoing sequences."""
     columns = problem.packet_shape[3]
     rows = [torch.cat([M.mT, b.mT], dim=1)[:, -columns:] for M, b in transitions]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..problem.problem import ChunkProblem, SequenceProblem, SequenceTensors
 
@@ -29,18 +30,18 @@ class ChunkSlots:
     `reached [N, M]`: the slot after which a checkpoint's state is there; `stored [N, M]`: whether it is to be stored.
     """
 
-    token: torch.Tensor
-    valid: torch.Tensor
-    sequence: torch.Tensor
-    first: torch.Tensor
-    opening: torch.Tensor
-    chunks: torch.Tensor
-    last: torch.Tensor
-    reached: torch.Tensor
-    stored: torch.Tensor
+    token: Tensor
+    valid: Tensor
+    sequence: Tensor
+    first: Tensor
+    opening: Tensor
+    chunks: Tensor
+    last: Tensor
+    reached: Tensor
+    stored: Tensor
 
 
-def offsets_of(problem: SequenceProblem, t: SequenceTensors) -> torch.Tensor:
+def offsets_of(problem: SequenceProblem, t: SequenceTensors) -> Tensor:
     """Offsets where each sequence begins and the last one ends, `[N + 1]`, in tokens of all batch rows one after another.
     Clamped to the tensors, so that bad offsets can't read outside them."""
     if t.cu_seqlens is None:
@@ -48,18 +49,18 @@ def offsets_of(problem: SequenceProblem, t: SequenceTensors) -> torch.Tensor:
     return t.cu_seqlens.long().clamp(0, problem.T)
 
 
-def lengths_of(problem: SequenceProblem, t: SequenceTensors) -> torch.Tensor:
+def lengths_of(problem: SequenceProblem, t: SequenceTensors) -> Tensor:
     """Tokens of each sequence, `[N]`."""
     return offsets_of(problem, t).diff().clamp(min=0)
 
 
-def few_tokens(problem: SequenceProblem, t: SequenceTensors) -> torch.Tensor:
+def few_tokens(problem: SequenceProblem, t: SequenceTensors) -> Tensor:
     """Tokens of each sequence of a step, `[N]`; 0 where they are more than `Problem.most_tokens`."""
     lengths = lengths_of(problem, t)
     return torch.where(lengths > problem.most_tokens, 0, lengths)
 
 
-def span_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> torch.Tensor:
+def span_cuts(checkpoint_offsets: Tensor | None, length: Tensor) -> Tensor:
     """Offsets where the spans of each sequence begin and the last one ends, in tokens from its start: `[N, M + 2]`."""
     cuts = [torch.zeros_like(length)]
     for offset in () if checkpoint_offsets is None else checkpoint_offsets.long().unbind(1):
@@ -67,12 +68,12 @@ def span_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> 
     return torch.stack([*cuts, length], dim=1)
 
 
-def span_chunks(problem: ChunkProblem, cuts: torch.Tensor) -> torch.Tensor:
+def span_chunks(problem: ChunkProblem, cuts: Tensor) -> Tensor:
     """Chunks of each span, from `span_cuts`."""
     return (cuts.diff(dim=1) + problem.chunk_size - 1) // problem.chunk_size
 
 
-def chunks_of(problem: ChunkProblem, t: SequenceTensors) -> torch.Tensor:
+def chunks_of(problem: ChunkProblem, t: SequenceTensors) -> Tensor:
     """Chunks of each sequence, `[N]`, over all its spans."""
     return span_chunks(problem, span_cuts(t.checkpoint_offsets, lengths_of(problem, t))).sum(1)
 
@@ -95,35 +96,16 @@ def chunk_slots(problem: ChunkProblem, t: SequenceTensors) -> ChunkSlots:
     token = begins[sequence][:, None] + inside
 
     offsets = cuts[:, 1:-1] if t.checkpoint_offsets is None else t.checkpoint_offsets
-    return ChunkSlots(
-        token=token.clamp(0, max(problem.B * problem.T - 1, 0)),
-        valid=(chunk >= 0)[:, None] & (inside < cuts[sequence, span + 1][:, None]),
-        sequence=sequence,
-        first=slot == opening[sequence],
-        opening=opening,
-        chunks=through[:, -1],
-        last=opening + (through[:, -1] - 1).clamp(min=0),
-        reached=opening[:, None] + (through[:, :-1] - 1).clamp(min=0),
-        stored=(offsets > 0) & (offsets == cuts[:, 1:-1]),
-    )
+    valid = (chunk >= 0)[:, None] & (inside < cuts[sequence, span + 1][:, None])
+    places = token.clamp(0, max(problem.B * problem.T - 1, 0)), valid, sequence, slot == opening[sequence]
+    last = opening + (through[:, -1] - 1).clamp(min=0)
+    reached = opening[:, None] + (through[:, :-1] - 1).clamp(min=0)
+    stored = (offsets > 0) & (offsets == cuts[:, 1:-1])
+    return ChunkSlots(*places, opening, through[:, -1], last, reached, stored)
 
 
-@dataclass(frozen=True)
-class TokenSequences:
-    """Place of every token of a packed batch: the `sequence [T]` it belongs to, whether it is the `first [T]` of it, whether it
-    belongs to one at all (`valid [T]`), and `ends [T]`: its sequence if it is the last token of it, else `N`."""
-
-    sequence: torch.Tensor
-    first: torch.Tensor
-    valid: torch.Tensor
-    ends: torch.Tensor
-
-
-def token_sequences(problem: SequenceProblem, t: SequenceTensors) -> TokenSequences:
-    cu = offsets_of(problem, t)
-    token = torch.arange(problem.T, device=cu.device)
-    sequence = torch.searchsorted(cu, token, right=True) - 1
-    valid = (sequence >= 0) & (sequence < problem.N)
-    sequence = sequence.clamp(0, max(problem.N - 1, 0))
-    is_last = valid & (cu[(sequence + 1).clamp(max=problem.N)] == token + 1)
-    return TokenSequences(sequence, cu[sequence] == token, valid, torch.where(is_last, sequence, problem.N))
+def in_sequences(problem: SequenceProblem, t: SequenceTensors) -> Tensor:
+    """Says which tokens of a packed batch belong to a sequence, `[T]`."""
+    token = torch.arange(problem.T, device=t.device)
+    sequence = torch.searchsorted(offsets_of(problem, t), token, right=True) - 1
+    return (sequence >= 0) & (sequence < problem.N)

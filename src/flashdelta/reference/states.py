@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ..problem.problem import (
     AttentionProblem,
@@ -27,6 +28,7 @@ from .parallel import outgoing
 from .sequences import lengths_of
 
 T = TypeVar("T", bound=Tensors)
+StatesProblem = AttentionProblem | CommitProblem
 
 
 def without_null(problem: Problem, t: T) -> T:
@@ -39,7 +41,7 @@ def without_null(problem: Problem, t: T) -> T:
     return replace(t, **{name: torch.where(x >= problem.lowest_index, x, -1) for name, x in given.items()})
 
 
-def states_in(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
+def states_in(problem: AttentionProblem, t: AttentionTensors) -> Tensor:
     """The initial states as `[N, HV, K, V]` in the compute dtype; zeros where there are none."""
     state = t.initial_state
     if problem.pool_slots > 0:
@@ -49,7 +51,7 @@ def states_in(problem: AttentionProblem, t: AttentionTensors) -> torch.Tensor:
     return from_layout(problem, state)
 
 
-def gathered(pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor | None = None) -> torch.Tensor:
+def gathered(pool: Tensor, index: Tensor, read: Tensor | None = None) -> Tensor:
     """`pool[index]` where `read` and the index names a slot, zeros elsewhere; other slots are not looked at, whatever they
     hold."""
     if pool.shape[0] == 0:
@@ -59,20 +61,20 @@ def gathered(pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor | None 
     return torch.where(read.view(-1, *[1] * (pool.dim() - 1)), pool[slot], 0.0)
 
 
-def from_layout(problem: AttentionProblem | CommitProblem, state: torch.Tensor) -> torch.Tensor:
+def from_layout(problem: StatesProblem, state: Tensor) -> Tensor:
     """States as the caller lays them out, as `[..., K, V]` in the compute dtype."""
     state = state.to(wider(problem.dtype))
     state = state.mT if problem.state_v_first else state
     return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 
 
-def states_out(problem: AttentionProblem | CommitProblem, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def states_out(problem: StatesProblem, state: Tensor, dtype: torch.dtype) -> Tensor:
     """A state `[..., K, V]` in the caller's layout and `dtype`, in memory of its own."""
     state = state.mT if problem.state_v_first else state
     return state.to(dtype, copy=True).contiguous()
 
 
-def store_final(problem: AttentionProblem, t: AttentionTensors, final: torch.Tensor) -> None:
+def store_final(problem: AttentionProblem, t: AttentionTensors, final: Tensor) -> None:
     """The final states `[N, HV, K, V]` to the sequences' slots of the pool, on the rank where they end."""
     stored = lengths_of(problem, t) > 0
     if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.ranks > 1:
@@ -80,24 +82,18 @@ def store_final(problem: AttentionProblem, t: AttentionTensors, final: torch.Ten
     store(problem, t.state_pool, t.state_indices, stored, final)
 
 
-def named_slots(index: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def named_slots(index: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
     """The slot of each index (some slot where it names none), and whether it names one."""
     slots = pool.shape[0]
     return index.long().clamp(0, max(slots - 1, 0)), (index >= 0) & (index < slots)
 
 
-def store(
-    problem: AttentionProblem | CommitProblem,
-    pool: torch.Tensor,
-    index: torch.Tensor,
-    stored: torch.Tensor,
-    states: torch.Tensor,
-) -> None:
+def store(problem: StatesProblem, pool: Tensor, index: Tensor, stored: Tensor, states: Tensor) -> None:
     """Writes the states `[M, HV, K, V]` in the caller's layout and dtype to `pool[index]` where `stored`."""
     store_rows(pool, index, stored, states_out(problem, states, pool.dtype))
 
 
-def store_rows(pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, values: torch.Tensor) -> None:
+def store_rows(pool: Tensor, index: Tensor, stored: Tensor, values: Tensor) -> None:
     """Writes `values[i]` to `pool[index[i]]` where `stored[i]` and the index names a slot, and no other slot.
 
     How many rows that are, only the device knows. So every row writes: one that is not to be stored repeats what the first
@@ -113,6 +109,6 @@ def store_rows(pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, va
         pool.index_copy_(0, slot, torch.where(stored.any(), values[row], pool[slot]))
 
 
-def writing(x: torch.Tensor) -> contextlib.AbstractContextManager:
+def writing(x: Tensor) -> contextlib.AbstractContextManager:
     """Lets PyTorch write to `x`, as a kernel may: outside of inference mode it writes to no tensor made inside."""
     return torch.inference_mode() if x.is_inference() else contextlib.nullcontext()

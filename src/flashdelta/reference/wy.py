@@ -37,10 +37,8 @@ def chunk_bwd_wy_dqkg(problem: WyProblem, t: WyTensors) -> dict[str, Tensor]:
     chunk_ends = slots.valid.sum(-1).sub(1).clamp(min=0)
 
     def chunks(x: Tensor) -> Tensor:
-        x = x.to(wide)
-        return to_chunks(
-            x if x.shape[2] == problem.HV else x.repeat_interleave(problem.group, 2), problem.chunk_size, slots
-        )
+        x = x if x.shape[2] == problem.HV else x.repeat_interleave(problem.group, 2)
+        return to_chunks(x.to(wide), problem.chunk_size, slots)
 
     def states(x: Tensor) -> Tensor:
         x = x.to(wide).flatten(0, 1)[row, None]

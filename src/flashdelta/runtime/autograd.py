@@ -26,6 +26,8 @@ PARAMETERS = ("A_log", "dt_bias")
 OFFSETS = {"cu_seqlens": "cu_seqlens", "border": "cp_context"}
 """Inputs that say where sequences lie, and must stay as they are until the backward pass, with the caller's names for them."""
 
+Inputs = tuple[Tensor | None, ...]
+
 _serials = itertools.count()
 
 
@@ -49,7 +51,7 @@ class Differentiable(Entry):
         o, final_state = _Differentiated.apply(self, *inputs)
         return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
 
-    def by_role(self, inputs: tuple[Tensor | None, ...]) -> Tensors:
+    def by_role(self, inputs: Inputs) -> Tensors:
         """Inputs in canonical shapes."""
         named = dict(zip(self.inputs, inputs))
         if isinstance(self.problem, AttentionProblem):
@@ -59,7 +61,7 @@ class Differentiable(Entry):
                 named[role] = x if x is None else x.reshape(shape)
         return FAMILIES[type(self.problem)](**named)
 
-    def forward(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    def forward(self, inputs: Inputs) -> dict[str, Tensor]:
         plan = self.plan
         if plan is None:
             t = self.by_role(inputs)
@@ -70,11 +72,9 @@ class Differentiable(Entry):
             self.plan = plan
         return results
 
-    def backward(
-        self, saved: tuple[Tensor | None, ...], grad_o: Tensor, grad_final: Tensor | None, kept: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
+    def backward(self, saved: Inputs, grads: Inputs, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         # the saved tensors, too: a hook may have put others in their place
-        tensors = (*saved, grad_o, grad_final, *kept.values())
+        tensors = (*saved, *grads, *kept.values())
         plan, key, addresses = self.cache.find(self.kind, tensors) if self.repeats else (None, None, [])
         if plan is not None:
             return plan.execute(tensors, addresses)
@@ -89,9 +89,7 @@ class Differentiable(Entry):
         return found
 
 
-NO_SECOND = (
-    "gradients of gradients: kernels have none; backend='reference' has them inside torch.func.grad, of one rank"
-)
+NO_SECOND = "gradients of gradients: kernels have none; backend='reference' has them in torch.func.grad, of one rank"
 
 
 def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
@@ -124,15 +122,13 @@ class _Gradients(torch.autograd.Function):
     differentiated."""
 
     @staticmethod
-    def forward(
-        call: Differentiable, names: tuple[str, ...], grad_o: Tensor, grad_final: Tensor | None, *saved: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(call: Differentiable, names: tuple[str, ...], do: Tensor, dht: Tensor | None, *saved: Any) -> Inputs:
         """`names`: of the saved tensors that follow the inputs."""
-        grad_o, grad_final = resolved(grad_o), None if grad_final is None else resolved(grad_final)
+        grads = resolved(do), None if dht is None else resolved(dht)
         inputs = saved[: len(call.inputs)]
         # hooks may give them back with other strides, as they may inputs
         kept = {name: x.contiguous() for name, x in zip(names, saved[len(call.inputs) :]) if x is not None}
-        found = dict(call.backward(inputs, grad_o, grad_final, kept))
+        found = dict(call.backward(inputs, grads, kept))
         for role, x in zip(call.inputs, inputs):
             if role in PARAMETERS and role in found:
                 assert x is not None

@@ -27,6 +27,8 @@ CACHE = LaunchCache()
 CALLS: dict[Callable[..., Any], Dispatcher] = {}
 """Dispatchers by public function."""
 
+Checked = tuple[Problem, Tensors, backends.Backend]
+
 
 class NoKernel(ValueError):
     """Raised by a call with `backend="kernel"` that no kernel runs, or that is refused, before anything is written."""
@@ -54,8 +56,8 @@ class Dispatcher:
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         self.place = place = {name: i for i, name in enumerate(self.tensors)}
-        overlaps = operation.overlaps([*self.tensors])
-        self.pairs = [(place[name], [place[other] for other in others]) for name, others in overlaps.items()]
+        self.pairs = [(place[x], [place[other] for other in others]) for x, others in operation.overlaps(self.tensors)]
+
         CALLS[function] = self
 
     def __call__(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
@@ -76,6 +78,7 @@ class Dispatcher:
         if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
             if isinstance(problem, ChunkProblem) and problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
+
             return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
         # a call that has a key has nothing but plain tensors
         if tracing or (key is None and not all(map(is_plain, t.present().values()))):
@@ -113,9 +116,7 @@ class Dispatcher:
         """Places of the tensors that the call writes."""
         return [self.place[name] for name in self.operation.written(given)]
 
-    def check(
-        self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None
-    ) -> tuple[Problem, Tensors, backends.Backend]:
+    def check(self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None) -> Checked:
         """Validates the arguments, and chooses the backend: for `device`, or where the tensors are. `dry`: as in
         `Operation.check`."""
         problem, t = self.operation.check(given, dry=dry)
@@ -124,7 +125,7 @@ class Dispatcher:
             self.check_transforms(problem, t, given, backend.name == "reference")
         return problem, t, backend
 
-    def check_for_kernel(self, given: Mapping[str, Any], key: Key) -> tuple[Problem, Tensors, backends.Backend]:
+    def check_for_kernel(self, given: Mapping[str, Any], key: Key) -> Checked:
         """`check_on_all_ranks`, whose refusals are remembered.
 
         Raises:
@@ -165,7 +166,7 @@ class Dispatcher:
             return str(refusal)
         return None
 
-    def check_on_all_ranks(self, given: Mapping[str, Any]) -> tuple[Problem, Tensors, backends.Backend]:
+    def check_on_all_ranks(self, given: Mapping[str, Any]) -> Checked:
         context = given.get("cp_context")
         with broadcast_errors(context, given.get("group")):
             problem, t, backend = self.check(given)

@@ -1,9 +1,10 @@
-"""Which backend would run a call, and why."""
+"""Explains which backend would run a call, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,14 +50,13 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(
-    op: Callable, /, *arguments: object, device: torch.device | str | None = None, **named: object
-) -> Explanation:
+def explain(op: Callable, /, *arguments: object, device: torch.device | str | None = None, **named: Any) -> Explanation:
     """Says which backend would run `op(*arguments, **named)`, and why each other one would not; of `chunk_kda` also how
     sequences would be split. Runs no kernel, but reads `cu_seqlens`.
 
-    Example:
-        >>> fd.explain(fd.gated_rms_norm, torch.randn(10, 64), torch.randn(10, 64), torch.ones(64), device="cpu").chosen
+    Examples:
+        >>> x, weight = torch.randn(10, 64), torch.ones(64)
+        >>> fd.explain(fd.gated_rms_norm, x, x, weight, device="cpu").chosen
         'reference'
 
     Args:
@@ -91,12 +91,9 @@ def not_replayed(tensors: Mapping[str, Tensor | None]) -> str | None:
     if device_checks.ENABLED:
         return "FLASHDELTA_CHECK=1 reads values on the host"
     for name, x in tensors.items():
-        if x is None:
-            continue
-        if not is_plain(x):
+        if x is not None and not is_plain(x):
             return f"{name} is a {type(x).__name__}, whose operators must see the call"
-        if x.is_neg() or x._is_zerotensor():
-            return (
-                f"{name} has no memory of its own: it stands for {'the negative of another' if x.is_neg() else 'zeros'}"
-            )
+        if x is not None and (x.is_neg() or x._is_zerotensor()):
+            stands_for = "the negative of another" if x.is_neg() else "zeros"
+            return f"{name} has no memory of its own: it stands for {stands_for}"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,13 +61,14 @@ def warmup(
 ) -> int:
     """Compiles what serving will need, so that no call compiles later.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     fd.warmup(fd.chunk_kda, [(128, 128)], state_pool=[True])
 
     Kernels depend on head dimensions, dtypes and options, and in a few steps on sizes. So the launches of calls of each
     combination below are made for many sizes, of tensors without memory, and their kernels compiled and loaded. Nothing is
-    launched. Options that are not listed are those of `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
+    launched. The logger "flashdelta" has a line per combination at level INFO. Options that are not listed are those of
+    `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda`, `recurrent_kda` or `fused_kda_decode`. The last two are called over a pool, with
@@ -107,22 +109,16 @@ def warmup(
     wanted = "chunk_kda, fused_recurrent_kda, recurrent_kda or fused_kda_decode"
     rule("op", kind in ("chunk", "recurrent", *DRAFTED), wanted, op.__name__)
     device = find_device(device)
-    dtypes = {
-        "dtype": dtype,
-        "g_dtype": g_dtype or dtype,
-        "beta_dtype": beta_dtype or dtype,
-        "state_dtype": state_dtype,
-        "checkpoint_dtype": checkpoint_dtype or state_dtype,
-        "weight_dtype": weight_dtype or dtype,
-        "cu_seqlens_dtype": cu_seqlens_dtype,
-        "state_indices_dtype": state_indices_dtype,
-    }
+    dtypes = dict(dtype=dtype, state_dtype=state_dtype, checkpoint_dtype=checkpoint_dtype or state_dtype)
+    dtypes |= dict(g_dtype=g_dtype or dtype, beta_dtype=beta_dtype or dtype, weight_dtype=weight_dtype or dtype)
+    dtypes |= dict(cu_seqlens_dtype=cu_seqlens_dtype, state_indices_dtype=state_indices_dtype)
     for name, x in dtypes.items():
         if not isinstance(x, torch.dtype):
             raise mistyped(name, x, "a torch.dtype")
     gated = gate in PARAMETRIC_GATES
     calls = Calls(kind, dtypes, state_v_first, A_log=gated, dt_bias=gated and dt_bias, taps=conv_size)
     pairs = _values("head_dims", head_dims, _is_pair, "pairs (K, V), such as [(128, 128)]")
+
     own = [*itertools.product(flags("initial_state", initial_state), flags("output_final_state", output_final_state))]
     given = flags("final_state", final_state)  # which matters only where a final state is asked for
     plain = [(*x, is_given) for x in own for is_given in (given if x[1] else [False])]
@@ -141,7 +137,8 @@ def warmup(
     logit = "use_beta_sigmoid_in_kernel" if kind in ("chunk", "recurrent") else "beta_is_logit"
     options |= {logit: use_beta_sigmoid_in_kernel, "state_v_first": state_v_first}
     options |= {"safe_gate": safe_gate} if kind == "chunk" else {}
-    for (K, V), is_packed, way, buffer in kinds:
+    for i, ((K, V), is_packed, way, buffer) in enumerate(kinds):
+        logging.getLogger("flashdelta").info("warm-up: %s, kind %d of %d", op.__name__, i + 1, len(kinds))
         for call in calls.of_sizes(K, V, is_packed, buffer, **way):
             _compile(op, call | options, device)
             if kind == "decode" and "intermediate_states" in call:
@@ -186,9 +183,11 @@ DRAFTED = {
     "decode": ("", "slots", "slots counted", "states", "states by row", "records", "records by row"),
     "fused_decode": ("", "slots", "records"),
 }
-"""Where the states of tokens go that may be rejected; nowhere in plain steps."""
+"""Places of the states of tokens that may be rejected; none in plain steps."""
 
 make = functools.partial(torch.empty, dtype=torch.float32, device="meta")
+
+Call = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,7 @@ class Calls:
     dt_bias: bool
     taps: int
 
-    def of_sizes(
-        self, K: int, V: int, packed: bool, buffer: str, drafts: str = "", **way: bool
-    ) -> Iterator[dict[str, Any]]:
+    def of_sizes(self, K: int, V: int, packed: bool, buffer: str, drafts: str = "", **way: bool) -> Iterator[Call]:
         """Yields the arguments, but for options, of calls of one kind."""
         for N, T, H in self.sizes(packed, drafts):
             B, length = (1, N * T) if packed else (N, T)
@@ -238,7 +235,7 @@ class Calls:
     def index(self, *shape: int) -> Tensor:
         return make(*shape, dtype=self.dtypes["state_indices_dtype"])
 
-    def states(self, N: int, T: int, state: Tensor, buffer: str, way: dict[str, bool]) -> dict[str, Any]:
+    def states(self, N: int, T: int, state: Tensor, buffer: str, way: dict[str, bool]) -> Call:
         """Arguments about the states of whole sequences. Indices of a pool are a column, as vLLM's are."""
         column = self.index(N, 2)[:, 0] if "pool" in way and self.kind == "chunk" else self.index(N)
         if "pool" in way:
@@ -254,15 +251,12 @@ class Calls:
             found["checkpoint_states"] = make(rows, *state.shape[1:], dtype=self.dtypes["checkpoint_dtype"])
         return found | ({"checkpoint_every": INTERVAL_UNIT} if buffer == "regular" else {})
 
-    def steps(self, N: int, T: int, state: Tensor, drafts: str, name: str, dims: tuple[int, int]) -> dict[str, Any]:
+    def steps(self, N: int, T: int, state: Tensor, drafts: str, name: str, dims: tuple[int, int]) -> Call:
         """Arguments about the states of steps of decoding; `name`: of the indices."""
         where, _, more = drafts.partition(" ")
         if not where:
             return {name: self.index(N)}
-        found: dict[str, Any] = {
-            "num_spec_tokens": T - 1,
-            name: self.index(N, T) if where == "slots" else self.index(N),
-        }
+        found: Call = {"num_spec_tokens": T - 1, name: self.index(N, T) if where == "slots" else self.index(N)}
         if more == "counted" or self.kind == "fused_decode":
             found["num_accepted_tokens"] = self.index(N)
         if where == "slots":
@@ -274,21 +268,16 @@ class Calls:
             found |= {"update_state": False, "intermediate_state_indices": self.index(N) if more else None}
         return found
 
-    def commit(self, call: dict[str, Any]) -> dict[str, Any]:
+    def commit(self, call: Call) -> Call:
         """Arguments of `commit` after a verification."""
         names = ("initial_state", "intermediate_states", "ssm_state_indices", "intermediate_state_indices")
         return {x: call[x] for x in names} | {"num_accepted_tokens": self.index(len(call["ssm_state_indices"]))}
 
-    def layer(self, N: int, T: int, H: int, K: int, V: int, state: Tensor) -> dict[str, Any]:
+    def layer(self, N: int, T: int, H: int, K: int, V: int, state: Tensor) -> Call:
         """Arguments of `fused_kda_decode` besides those about states."""
-        rows, D, dtype, weight = N * T, H * (2 * K + V), self.dtypes["dtype"], self.dtypes["weight_dtype"]
-        return {
-            "x": make(rows, D, dtype=dtype),
-            "weight": make(D, self.taps, dtype=weight),
-            "conv_state": make(N, self.taps - 2 + T, D, dtype=dtype).mT,
-            "raw_g": make(rows, H, K, dtype=self.dtypes["g_dtype"]),
-            "raw_beta": make(rows, H, dtype=self.dtypes["beta_dtype"]),
-            "state": state,
-            "output_gate": make(rows, H, V, dtype=dtype),
-            "norm_weight": make(V, dtype=weight),
-        }
+        rows, D, weight = N * T, H * (2 * K + V), self.dtypes["weight_dtype"]
+        tokens = {"x": ("", D), "raw_g": ("g_", H, K), "raw_beta": ("beta_", H), "output_gate": ("", H, V)}
+        found: Call = {x: make(rows, *shape, dtype=self.dtypes[f"{of}dtype"]) for x, (of, *shape) in tokens.items()}
+        conv_state = make(N, self.taps - 2 + T, D, dtype=self.dtypes["dtype"]).mT
+        weights = {"weight": make(D, self.taps, dtype=weight), "norm_weight": make(V, dtype=weight)}
+        return found | weights | {"conv_state": conv_state, "state": state}

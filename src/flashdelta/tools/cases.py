@@ -6,6 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,15 +20,16 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 6e-3, FP16: 2e-3, FP32: 1e-5}
 """Relative error that a kernel working in this dtype may have."""
 
-CHUNK_ONLY = ("safe_gate", "chunk_size")
-"""Arguments of these calls that `fused_recurrent_kda` does not have."""
+_TOKENS = signature(fd.fused_recurrent_kda).parameters
+CHUNK_ONLY = [name for name in signature(fd.chunk_kda).parameters if name not in _TOKENS]
+"""Arguments of `chunk_kda` that `fused_recurrent_kda` does not have."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `chunk_kda`, and why it is there. `lengths`: packed sequences, else `B` rows of `T` tokens. `state`: float32
-    states come in. `hard`: a key of `HARD`. `slack`: tolerance besides, of chunks: twice
-    what rounding their operands costs."""
+    """A call of `chunk_kda`, and why it is there. `lengths`: packed sequences, else `B` rows of `T` tokens. `lower_bound` is of
+    the gate of that name. `hard`: a key of `HARD`. `slack`: tolerance besides, of chunks: twice what rounding their operands
+    costs."""
 
     name: str
     why: str
@@ -40,10 +42,11 @@ class Case:
     V: int = 128
     lengths: tuple[int, ...] | None = None
     gate: str = "lower_bound"
+    lower_bound: float | None = -5.0
     beta: str = "logit"
     safe: bool = False
     chunk_size: int = 64
-    state: bool = False
+    state: torch.dtype | None = None
     v_first: bool = False
     hard: str | None = None
     slack: float = 0.0
@@ -53,9 +56,27 @@ class Case:
         """Tells whether `flashdelta verify --quick` leaves the case out."""
         return self.T > 1000 or self.K == 256
 
+    @property
+    def batch(self) -> int:
+        """Rows of the tensors."""
+        return self.B if self.lengths is None else 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per row."""
+        return self.T if self.lengths is None else sum(self.lengths)
+
+    @property
+    def sequences(self) -> int:
+        return self.B if self.lengths is None else len(self.lengths)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return (self.HV, self.V, self.K) if self.v_first else (self.HV, self.K, self.V)
+
 
 EDGES = (1, 15, 16, 17, 63, 64, 65, 127, 131, 0)
-EMPTY: dict[str, Any] = {"lengths": (0, 0, 70, 0, 33, 0), "gate": "softplus", "state": True}
+EMPTY: dict[str, Any] = {"lengths": (0, 0, 70, 0, 33, 0), "gate": "softplus", "state": FP32}
 SAME_KEYS: dict[str, Any] = {"T": 200, "beta": "value", "gate": "none", "hard": "same_keys", "slack": 0.03}
 
 VERIFY: dict[torch.dtype, list[Case]] = {
@@ -66,15 +87,15 @@ VERIFY: dict[torch.dtype, list[Case]] = {
         Case("decay given", "nothing fused but L2 norm", T=192, beta="value", gate="none"),
         Case("decay promised", "safe_gate takes the tensor-core diagonal", T=192, safe=True, gate="none"),
         Case("batch, tail", "a batch whose last chunk has 3 tokens", B=2, T=131),
-        Case("one token", "the shortest prompt", T=1, state=True),
-        Case("packed, every edge", "block and chunk edges, a prime, an empty sequence last", lengths=EDGES, state=True),
+        Case("one token", "the shortest prompt", T=1, state=FP32),
+        Case("packed, every edge", "block and chunk edges, a prime, an empty sequence last", lengths=EDGES, state=FP32),
         Case("packed, empty ones", "empty sequences keep their state, first, last and between", **EMPTY),
-        Case("grouped values", "GVA: three value heads read one query/key head", HV=6, state=True),
-        Case("K 128, V 64", "K != V shows a transposed state", T=130, V=64, state=True),
-        Case("K 64, V 128, V first", "the serving layout [V, K]", T=130, K=64, state=True, v_first=True),
+        Case("grouped values", "GVA: three value heads read one query/key head", HV=6, state=FP32),
+        Case("K 128, V 64", "K != V shows a transposed state", T=130, V=64, state=FP32),
+        Case("K 64, V 128, V first", "the serving layout [V, K]", T=130, K=64, state=FP32, v_first=True),
         Case("K 32, V 32", "the smallest heads", T=130, K=32, V=32),
         Case("K 256, V 256", "the largest heads", T=130, H=1, HV=1, K=256, V=256),
-        Case("chunks of 32", "the other chunk size", chunk_size=32, state=True),
+        Case("chunks of 32", "the other chunk size", chunk_size=32, state=FP32),
         Case("beta up to 2", "negative eigenvalues", beta="double_logit"),
         Case("identical keys", "g = 0, beta = 1: a series for the inverse explodes here", **SAME_KEYS),
         Case("zero rows", "the L2 norm of a zero row must stay zero", hard="zero_rows"),
@@ -85,9 +106,9 @@ VERIFY: dict[torch.dtype, list[Case]] = {
         Case("long", "errors must not grow along 65 chunks; a prime", T=4099),
         Case("NaN stays put", "a bad request must not reach its neighbours", lengths=(70, 40, 70), hard="nan"),
     ],
-    FP16: [Case("fp16", "less range than bf16", state=True)],
+    FP16: [Case("fp16", "less range than bf16", state=FP32)],
     FP32: [
-        Case("fp32", "no rounding of operands to hide in", state=True),
+        Case("fp32", "no rounding of operands to hide in", state=FP32),
         Case("fp32 softplus", "the exact diagonal in fp32", gate="softplus"),
     ],
 }
@@ -124,39 +145,64 @@ HARD: dict[str, Callable[[dict[str, Tensor]], object]] = {
 """Changes of the tensors in place; `_nan` fills the second of `lengths`."""
 
 
+class Source:
+    """Seeded random tensors on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device, seed: int) -> None:
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device = device
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device, dtype=self.wide)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, device=self.device, dtype=self.wide)
+
+
 def make_call(case: Case, dtype: torch.dtype, device: str | torch.device = "cpu") -> dict:
     """Arguments of `chunk_kda`. Some channels forget within a token, others remember hundreds, so an error in a state shows."""
-    source = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source, device=device)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=source, device=device)
-
-    B, T, HV = (case.B, case.T, case.HV) if case.lengths is None else (1, sum(case.lengths), case.HV)
-    rates = uniform(HV, case.K) * 9 - 8
-    tensors = {name: normal(B, T, case.H, case.K) for name in "qk"} | {"v": normal(B, T, HV, case.V)}
-    given = -(rates.exp() * uniform(B, T, HV, case.K)).clamp(max=5.0 if case.safe else 50.0)
-    tensors["g"] = given if case.gate == "none" else normal(B, T, HV, case.K)
-    tensors["beta"] = uniform(B, T, HV) if case.beta == "value" else normal(B, T, HV)
+    source = Source(dtype, device, zlib.crc32(case.name.encode()))
+    B, T, HV, K = case.batch, case.tokens, case.HV, case.K
+    tensors = {name: source.normal(B, T, case.H, K) for name in "qk"} | {"v": source.normal(B, T, HV, case.V)}
+    tensors["g"] = log_decays(source, case) if case.gate == "none" else source.normal(B, T, HV, K)
+    tensors["beta"] = source.uniform(B, T, HV) if case.beta == "value" else source.normal(B, T, HV)
     if case.hard is not None:
         HARD[case.hard](tensors)
     call: dict = {name: x.to(dtype) for name, x in tensors.items()}
-    if case.gate in ("softplus", "lower_bound"):
-        call |= {"A_log": 0.5 * normal(HV), "dt_bias": rates.flatten(), "use_gate_in_kernel": True}
-        call["lower_bound"] = -5.0 if case.gate == "lower_bound" else None
-    elif case.gate != "none":
-        call["gate"] = case.gate
-    if case.beta != "value":
-        call |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.beta == "double_logit"}
+    if case.gate in WITH_PARAMETERS:
+        call |= {"A_log": 0.5 * source.normal(HV), "dt_bias": log_rates(source, case).flatten()}
     if case.lengths is not None:
         call["cu_seqlens"] = torch.tensor([0, *case.lengths], device=device).cumsum(0)
-    if case.state:
-        count = B if case.lengths is None else len(case.lengths)
-        call["initial_state"] = normal(count, HV, *((case.V, case.K) if case.v_first else (case.K, case.V)))
-    flags = {"use_qk_l2norm_in_kernel": True, "output_final_state": True, "state_v_first": case.v_first}
-    return call | flags | {"safe_gate": case.safe, "chunk_size": case.chunk_size}
+    if case.state is not None:
+        call["initial_state"] = source.normal(case.sequences, *case.state_shape).to(case.state)
+    return call | settings(case)
+
+
+WITH_PARAMETERS = ("softplus", "lower_bound")
+
+
+def log_rates(source: Source, case: Case) -> Tensor:
+    return source.uniform(case.HV, case.K) * 9 - 8
+
+
+def log_decays(source: Source, case: Case) -> Tensor:
+    rates = log_rates(source, case).exp()
+    return -(rates * source.uniform(case.batch, case.tokens, case.HV, case.K)).clamp(max=5.0 if case.safe else 50.0)
+
+
+def settings(case: Case) -> dict:
+    """The arguments that are no tensors."""
+    asked: dict = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    asked |= {"state_v_first": case.v_first, "safe_gate": case.safe, "chunk_size": case.chunk_size}
+    if case.gate in WITH_PARAMETERS:
+        bound = case.lower_bound if case.gate == "lower_bound" else None
+        asked |= {"use_gate_in_kernel": True, "lower_bound": bound}
+    elif case.gate != "none":
+        asked["gate"] = case.gate
+    if case.beta != "value":
+        asked |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.beta == "double_logit"}
+    return asked
 
 
 def as_recurrent(call: dict) -> dict:
@@ -164,20 +210,26 @@ def as_recurrent(call: dict) -> dict:
     return {name: x for name, x in call.items() if name not in CHUNK_ONLY}
 
 
+def float64(call: dict) -> dict:
+    """The call on float64 copies of its floating-point tensors."""
+    wide = {name: x.detach().double() for name, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return call | wide
+
+
 def truth(call: dict) -> tuple[Tensor, Tensor]:
     """`(o, final_state)` by the token recurrence in float64. Packed sequences are computed one at a time: the truth shares no
-    packing logic with what it judges."""
-    exact = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()}
-    exact = as_recurrent(exact) | {"backend": "reference"}
-    offsets, state = exact.pop("cu_seqlens", None), exact.get("initial_state")
-    if offsets is None:
+    packing logic with what it judges. Tokens of no sequence are 0."""
+    exact = as_recurrent(float64(call)) | {"output_final_state": True, "backend": "reference", "out": None}
+    offsets, state = exact.get("cu_seqlens"), exact.get("initial_state")
+    if offsets is None or len(offsets) < 2 or exact.get("state_pool") is not None:
         return fd.fused_recurrent_kda(**exact)
-    found = []
+    o, states = torch.zeros_like(exact["v"]), []
     for n, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
-        tokens = {name: exact[name][:, start:stop] for name in ("q", "k", "v", "g", "beta")}
-        own = {} if state is None else {"initial_state": state[n : n + 1]}
-        found.append(fd.fused_recurrent_kda(**exact | tokens | own))
-    return torch.cat([o for o, _ in found], dim=1), torch.cat([last for _, last in found])
+        own = {name: exact[name][:, start:stop] for name in ("q", "k", "v", "g", "beta")}
+        own |= {"initial_state": None if state is None else state[n : n + 1], "cu_seqlens": None}
+        o[:, start:stop], last = fd.fused_recurrent_kda(**exact | own)
+        states.append(last)
+    return o, torch.cat(states)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

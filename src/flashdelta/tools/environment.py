@@ -63,23 +63,12 @@ def gpu(device: torch.device) -> dict[str, object] | None:
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    return {
-        "name": found.name,
-        "capability": f"sm_{found.major}{found.minor}",
-        "memory_gib": round(found.total_memory / 2**30, 1),
-        "sms": found.multi_processor_count,
-        "l2_mib": round(found.L2_cache_size / 2**20, 1),
-    }
+    sizes = {"memory_gib": found.total_memory / 2**30, "l2_mib": found.L2_cache_size / 2**20}
+    kind = {"name": found.name, "capability": f"sm_{found.major}{found.minor}", "sms": found.multi_processor_count}
+    return kind | {name: round(x, 1) for name, x in sizes.items()}
 
 
 def environment(device: torch.device) -> dict[str, object]:
     """All of the above, as JSON-ready values."""
-    return {
-        "device": str(device),
-        "gpu": gpu(device),
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "platform": platform.platform(),
-        "versions": versions(),
-        "commit": git_commit(),
-    }
+    found = {"device": str(device), "gpu": gpu(device), "driver": driver_version(), "cuda": torch.version.cuda}
+    return found | {"platform": platform.platform(), "versions": versions(), "commit": git_commit()}

@@ -209,9 +209,7 @@ def intra_kernel(
 
     `PREFETCH`: dq and dk of `wy` fit in shared memory, too."""
     # a warpgroup for 64 channels
-    acc_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, K // 64], instr_shape=[16, 64, 16]
-    )
+    acc_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, K // 64], [16, 64, 16])  # version, warps, instruction
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
     rows_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
@@ -296,13 +294,10 @@ def intra_kernel(
         store_pairs_by_distance(near_Aqk, far_Aqk)
         # `scale` on the right side, and on the left below
         rows = (norm_k, norm_q * scale, norm_k * betas)
-        sum_q, sum_left, sum_right, G = bounded_pairs(
-            k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K
-        )
+        sums = bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K)
     else:
-        sum_q, sum_left, sum_right, G = all_pairs(
-            k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows, acc_l, dot_l, K
-        )
+        sums = all_pairs(k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows, acc_l, dot_l, K)
+    sum_q, sum_left, sum_right, G = sums
     async_copy.wait_group(0)
     G += G_s.load(acc_l)
     # in two parts, as the log decays were
@@ -363,6 +358,4 @@ def intra_kernel(
 def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
     prefetch = problem.K == 128 and problem.g_dtype == torch.bfloat16
     own = dict(**parts.arguments(), **heads.arguments(), PREFETCH=prefetch)
-    return Launch(
-        intra_kernel, chunks(problem), *bind_div8(intra_kernel, problem, t, own), num_warps=4 * (problem.K // 64)
-    )
+    return Launch(intra_kernel, chunks(problem), *bind_div8(intra_kernel, problem, t, own), 4 * (problem.K // 64))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
@@ -61,15 +61,15 @@ def work_tiles(problem: ChunkProblem) -> int:
 
 
 FAR = 2**31
-"""Where strides end that kernels take."""
+"""The least stride that kernels do not take."""
 
 
-def near(x: torch.Tensor, unit: int) -> bool:
+def near(x: Tensor, unit: int) -> bool:
     """Says whether strides fit, in multiples of `unit` elements."""
     return all([n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride())])
 
 
-def aligned(x: torch.Tensor, unit: int = 8) -> bool:
+def aligned(x: Tensor, unit: int = 8) -> bool:
     """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
     most kernels."""
     *outer, inner = x.stride()
@@ -93,12 +93,12 @@ def prepare_wy_inputs(t: WyTensors) -> tuple[WyTensors, list[Launch]]:
 
 
 @functools.lru_cache(8)  # the stages of a call have it in common
-def tiles(x: torch.Tensor) -> TensorDescriptor:
+def tiles(x: Tensor) -> TensorDescriptor:
     """A descriptor of the workspace's tiles."""
     return describe(x, (TILE, TILE))
 
 
-def describe(x: torch.Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
+def describe(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
     """A descriptor for copies of tiles of this shape by the TMA unit."""
     return TensorDescriptor(x, x.shape, x.stride(), tile, tile_layout(tile, x.dtype))
 
@@ -108,15 +108,13 @@ def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayo
     return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
 
 
-def stride_div8(name: str, x: torch.Tensor, axis: int) -> int:
+def stride_div8(name: str, x: Tensor, axis: int) -> int:
     """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
     stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
     return stride if name == "beta" else stride // 8
 
 
-def bind_div8(
-    kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]
-) -> tuple[tuple, dict[str, Any]]:
+def bind_div8(kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]) -> tuple[tuple, dict]:
     """`stages/launch.py: bind`, with strides as the kernels over chunks take them."""
     return portable.bind(kernel, problem, t, own, stride_div8)
 

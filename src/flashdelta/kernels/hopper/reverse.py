@@ -10,7 +10,6 @@ one MMA and, rounded to bf16, register operands of the next.
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
@@ -18,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.backward_pass import Kept, Scanned, reverse_arguments
+from ..stages.backward_pass import ReverseScan
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -233,26 +232,9 @@ def reverse_kernel(
     )
 
 
-def reverse(
-    problem: ChunkProblem,
-    t: ChunkTensors,
-    arch: int,
-    kept: Kept,
-    scanned: Scanned | None,
-    dht: Tensor | None,
-    dh0: Tensor | None,
-    packet: Tensor | None,
-) -> Launch:
-    """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
-    most = ctas(problem.V // TILE, t.q.device)
-    own = dict(
-        **reverse_arguments(problem, t, kept, scanned, dht, dh0, packet),
-        **dict(tiles_d=tiles(kept.workspace["tiles"]), decay=kept.workspace["decay"]),
-        STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
-    )
-    return Launch(
-        reverse_kernel,
-        most if kept.split and problem.N > 0 else min(work_tiles(problem), most),
-        *bind_div8(reverse_kernel, problem, t, own),
-        num_warps=4,
-    )
+def reverse(problem: ChunkProblem, t: ChunkTensors, arch: int, scan: ReverseScan) -> Launch:
+    most, left = ctas(problem.V // TILE, t.q.device), scan.kept.workspace
+    own = dict(tiles_d=tiles(left["tiles"]), decay=left["decay"], **scan.arguments(problem, t))
+    own["STAGES"] = stages(problem, 3 * problem.K // TILE + 2, beside=1)
+    used = most if scan.kept.split and problem.N > 0 else min(work_tiles(problem), most)
+    return Launch(reverse_kernel, used, *bind_div8(reverse_kernel, problem, t, own), num_warps=4)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -105,11 +104,9 @@ def wy_kernel(
     `grad_G`, and `g_d` is that of g.
     """
     SUMMED: gl.constexpr = GATE == "cumulative" or GATE == "cumulative_log2"
-    key_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
-    value_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, V // 2, 16]
-    )
-    square_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
+    key_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])  # version, warps, instruction
+    value_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, V // 2, 16])
+    square_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=key_l, k_width=2)
     # sums over the columns that a thread has
     partials_l: gl.constexpr = gl.DistributedLinearLayout(
@@ -393,12 +390,8 @@ def _wy(problem: ChunkProblem, x: WyOperands, own: dict[str, Any], persistent: b
     if persistent:
         own |= {name: by_token(own[name]) for name in ("grad_q", "grad_k", "grad_G")} | {"g_d": by_token(x.g)}
         x = described(x)
-    return Launch(
-        wy_kernel,
-        min(tiles, sm_count(x.beta.device)) if persistent else tiles,
-        *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}),
-        num_warps=8,
-    )
+    ctas = min(tiles, sm_count(x.beta.device)) if persistent else tiles
+    return Launch(wy_kernel, ctas, *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}), num_warps=8)
 
 
 def strides_of(x: WyOperands) -> dict[str, int]:
@@ -413,12 +406,12 @@ def described(x: WyOperands) -> WyOperands:
     return replace(x, **rows, h=by_state(x.h), dh=by_state(x.dh))
 
 
-def by_token(x: torch.Tensor) -> TensorDescriptor:
+def by_token(x: Tensor) -> TensorDescriptor:
     """A descriptor of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
     return describe(x, (1, TILE, 1, x.shape[-1]))
 
 
-def by_state(x: torch.Tensor) -> TensorDescriptor:
+def by_state(x: Tensor) -> TensorDescriptor:
     """A descriptor of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
     return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
 

@@ -63,14 +63,37 @@ class Scanned:
 
 
 @dataclass(frozen=True)
+class ReverseScan:
+    """A launch of `reverse`, from the gradients `dht` of final states to those of initial ones, `dh0`. Without `scanned` only
+    the gradient before each sequence is wanted, or before each segment, which goes to `offsets`. On the second of two ranks it
+    leaves the gradients for the first in `packet`."""
+
+    kept: Kept
+    scanned: Scanned | None
+    dht: Tensor | None
+    dh0: Tensor | None = None
+    packet: Tensor | None = None
+
+    def arguments(self, problem: ChunkProblem, t: ChunkTensors) -> dict[str, Any]:
+        """Arguments that the kernels take under other names than the call's."""
+        final, initial = or_empty(problem, self.dht, self.dh0)
+        segments = dict(zip(("first_segment", "offsets", "ends"), self.kept.segments(self.scanned)))
+        results = (None, None) if self.scanned is None else (self.scanned.dv, self.scanned.dh)
+        return dict(
+            **dict(zip(("grad_v_new", "grad_h"), results), grad_o=t.do, o=t.do, grad_final=final, grad_initial=initial),
+            **dict(segments, border=None if self.packet is None else t.border, packet=self.packet),
+            **dict(has_initial=self.dh0 is not None, has_final=self.dht is not None),
+        )
+
+
+@dataclass(frozen=True)
 class StageSet:
     """A backend's launchers for a call whose tensors `t` are as its kernels can read them, after `copies`.
 
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
     of such matrices' gradients. Arguments: `prepare(call, Akk_inv)`, `before_segments(call, final_state)`, `outgoing(call,
-    packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(problem, t, arch, kept, scanned, dht, dh0, packet)`, which
-    without `scanned` finds `dh0` alone, or the offsets of segments, and on the second of two ranks leaves the gradients for the
-    first in `packet`; `wy(problem, arch, x, parts, grad_v)` and `intra(problem, t, arch, parts, heads)`.
+    packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(problem, t, arch, scan)`, `wy(problem, arch, x, parts,
+    grad_v)` and `intra(problem, t, arch, parts, heads)`.
     """
 
     problem: ChunkProblem
@@ -91,9 +114,8 @@ class StageSet:
     def forward(self, outputs: Outputs, own: Tensor | None = None) -> list[Step]:
         """The launches of a forward that keeps nothing, in order. `own`: scratch that is written instead of the output."""
         problem = self.problem
-        workspace = Workspace.allocate(
-            self.layout, self.t.memory, lasting_segments(problem, self.layout, outputs, self.t.memory)
-        )
+        lasting = lasting_segments(problem, self.layout, outputs, self.t.memory)
+        workspace = Workspace.allocate(self.layout, self.t.memory, lasting)
         o = outputs["o"] if own is None else own
         call = StageCall(problem, self.t, self.arch, workspace)
         final_state, carried, stored = outputs.get("final_state"), list[Step](), list[Step]()
@@ -181,7 +203,7 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
         yield from gradients_of_segments(stages, kept, dht)
     scanned = Scanned(*(t.memory.new(x.shape, x.dtype) for x in (kept.h, kept.v_new)))
     packet = None if sent is None else sent.packet
-    yield stages.reverse(problem, t, stages.arch, kept, scanned, dht, dh0, packet)
+    yield stages.reverse(problem, t, stages.arch, ReverseScan(kept, scanned, dht, dh0, packet))
     if sent is not None:
         yield sent
         yield from recomputed
@@ -207,7 +229,7 @@ def gradients_of_ranks(
     grads = t.memory.new(problem.state_shape, torch.float32)
 
     def reverse(problem: ChunkProblem, t: ChunkTensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
-        return stages.reverse(problem, t, stages.arch, replaced(kept, unsplit=True), None, dht, dh0, None)
+        return stages.reverse(problem, t, stages.arch, ReverseScan(replaced(kept, unsplit=True), None, dht, dh0))
 
     call = StageCall(problem, replaced(t, dht=dht), stages.arch, kept.workspace)
     yield from carried_gradients(call, kept.packets, reverse, grads, meanwhile)
@@ -218,26 +240,6 @@ def gradients_of_segments(stages: StageSet, kept: Kept, dht: Tensor | None) -> I
     """Finds the gradients of the states after segments, in the place of the forward's states before them, which nobody
     needs any more, or which lie elsewhere (`found_segments`). The transitions are the forward's."""
     problem, t = stages.problem, stages.t
-    yield stages.reverse(problem, t, stages.arch, kept, None, dht, None, None)
+    yield stages.reverse(problem, t, stages.arch, ReverseScan(kept, None, dht))
     given = replaced(problem, has_initial_state=dht is not None)
     yield compose(StageCall(given, replaced(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)
-
-
-def reverse_arguments(
-    problem: ChunkProblem,
-    t: ChunkTensors,
-    kept: Kept,
-    scanned: Scanned | None,
-    dht: Tensor | None,
-    dh0: Tensor | None,
-    packet: Tensor | None,
-) -> dict[str, Any]:
-    """Arguments that the kernels of stage `reverse` take under other names than the call's."""
-    final, initial = or_empty(problem, dht, dh0)
-    segments = dict(zip(("first_segment", "offsets", "ends"), kept.segments(scanned)))
-    grad_v_new, grad_h = (None, None) if scanned is None else (scanned.dv, scanned.dh)
-    return dict(
-        **dict(grad_o=t.do, o=t.do, grad_final=final, grad_initial=initial, grad_v_new=grad_v_new, grad_h=grad_h),
-        **dict(segments, border=None if packet is None else t.border, packet=packet),
-        **dict(has_initial=dh0 is not None, has_final=dht is not None),
-    )

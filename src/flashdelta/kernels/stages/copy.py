@@ -18,6 +18,7 @@ from ...problem.problem import Tensors, replaced
 from ...program.launch import Launch
 
 T = TypeVar("T", bound=Tensors)
+Fits = Callable[[Tensor], bool]
 
 TOKENS, CHANNELS = 64, 128
 """Most tokens and channels of a tile."""
@@ -78,14 +79,9 @@ def copy(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Launch:
     B, T, _, K = tensors[0].shape
     each = [(x, to, x.shape[2], *x.stride()) for x, to in zip(tensors, rows)]
     absent = [(None, None, 0, 0, 0, 0, 0)] * (AT_ONCE - len(each))
-    return Launch(
-        copy_kernel,
-        B * triton.cdiv(T, TOKENS) * max(x.shape[2] for x in tensors),
-        (*itertools.chain(*each, *absent), B, T),
-        dict(K=K, TILE=TOKENS, BK=min(triton.next_power_of_2(K), CHANNELS), BY_TOKEN=is_by_token(tensors[0])),
-        num_warps=4,
-        rows=len(rows),
-    )
+    ctas, arguments = B * triton.cdiv(T, TOKENS) * max(x.shape[2] for x in tensors), itertools.chain(*each, *absent)
+    constants = dict(K=K, TILE=TOKENS, BK=min(triton.next_power_of_2(K), CHANNELS), BY_TOKEN=is_by_token(tensors[0]))
+    return Launch(copy_kernel, ctas, (*arguments, B, T), constants, num_warps=4, rows=len(rows))
 
 
 def is_by_token(x: Tensor) -> bool:
@@ -147,20 +143,12 @@ def strided_copy(x: Tensor, to: Tensor) -> list[Launch]:
     sizes, *places = zip(*dims)
     *outer, rows, columns = sizes
     word = WORDS[x.element_size()]
-    return [
-        Launch(
-            strided_copy_kernel,
-            math.prod(outer) * triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS) if x.numel() else 0,
-            (x.detach().view(word), to.detach().view(word), *sizes[1:], *itertools.chain(*places)),
-            dict(ROWS=ROWS, COLUMNS=COLUMNS),
-            num_warps=4,
-        )
-    ]
+    ctas = math.prod(outer) * triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS) if x.numel() else 0
+    arguments = (x.detach().view(word), to.detach().view(word), *sizes[1:], *itertools.chain(*places))
+    return [Launch(strided_copy_kernel, ctas, arguments, dict(ROWS=ROWS, COLUMNS=COLUMNS), num_warps=4)]
 
 
-def made_dense(
-    t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool]
-) -> tuple[T, dict[str, tuple[Tensor, Tensor]]]:
+def made_dense(t: T, roles: tuple[str, ...], fits: Fits) -> tuple[T, dict[str, tuple[Tensor, Tensor]]]:
     """Makes room for dense copies of tensors that do not fit. Returns the tensors with these in place, and by role those with
     elements, each with its copy."""
     given = {role: x for role in roles if (x := getattr(t, role, None)) is not None and not fits(x)}
@@ -169,15 +157,13 @@ def made_dense(
     return replaced(t, **dense) if dense else t, pairs
 
 
-def laid_out(
-    t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool] = Tensor.is_contiguous
-) -> tuple[T, list[Launch]]:
+def laid_out(t: T, roles: tuple[str, ...], fits: Fits = Tensor.is_contiguous) -> tuple[T, list[Launch]]:
     """Replaces tensors of any shape that do not fit by dense copies."""
     t, pairs = made_dense(t, roles, fits)
     return t, [launch for pair in pairs.values() for launch in strided_copy(*pair)]
 
 
-def read(t: T, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> tuple[T, list[Launch]]:
+def read(t: T, roles: tuple[str, ...], fits: Fits) -> tuple[T, list[Launch]]:
     """Replaces tensors that do not fit by dense copies, those alike by one launch."""
     t, pairs = made_dense(t, roles, fits)
     alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}

@@ -125,7 +125,7 @@ class ByHead:
         return dict(**inputs, partial_A_log=self.A_log, partial_dt_bias=self.dt_bias)
 
     def outputs(self, problem: ChunkProblem) -> dict[str, Tensor]:
-        """Those that are the call's gradients already."""
+        """Gradients of the call that are done already."""
         shared = {"q": self.q, "k": self.k} if problem.group == 1 else {}
         return {**shared, "g": self.g, "beta": self.beta}
 

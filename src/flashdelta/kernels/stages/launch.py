@@ -38,7 +38,7 @@ class StageCall:
     arch: int
     workspace: dict[str, Tensor]
     packet: Tensor | None = None
-    """Where the first of two ranks leaves the states of sequences that go on to the second (`merge.py`)."""
+    """Place for the states of sequences that go on from the first of two ranks to the second (`merge.py`)."""
 
     def left(self, *names: str) -> dict[str, Tensor | None]:
         """Tensors of the workspace by name, None where it has none of that name."""
@@ -81,6 +81,9 @@ FIELDS = {
 
 AXES = {"batch": 0, "token": 1, "head": 2}
 
+Own = Mapping[str, object]
+"""Arguments under the kernel's names."""
+
 
 @functools.cache
 def parameters(kernel: Callable[..., object]) -> tuple[tuple[str, bool, str, int, str], ...]:
@@ -99,11 +102,7 @@ def plain_stride(name: str, x: Tensor, axis: int) -> int:
 
 
 def bind(
-    kernel: JITFunction,
-    problem: Problem,
-    t: Tensors,
-    own: Mapping[str, object],
-    stride: Callable[[str, Tensor, int], int] = plain_stride,
+    kernel: JITFunction, problem: Problem, t: Tensors, own: Own, stride: Callable[..., int] = plain_stride
 ) -> tuple[tuple, dict[str, Any]]:
     """The run-time and compile-time arguments of a kernel, in its order. A parameter takes what `own` has of its name, else the
     call's tensor of that name, else the field of its problem. `x_batch`, `x_token` and `x_head` are the strides of `x`, 0 of
@@ -136,13 +135,7 @@ def bind(
 
 
 def launch(
-    kernel: JITFunction,
-    ctas: int,
-    problem: Problem,
-    t: Tensors,
-    own: Mapping[str, object],
-    config: Any = SMALL,
-    overlaps: bool = False,
+    kernel: JITFunction, ctas: int, problem: Problem, t: Tensors, own: Own, config: Any = SMALL, overlaps: bool = False
 ) -> Launch:
     """A launch with the arguments that `bind` finds, of which `config` has those that `own` has not. Kernels ask by `OVERLAP`
     whether it overlaps the one before."""
@@ -221,7 +214,7 @@ def precision(problem: ChunkProblem) -> str:
 
 
 def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state: Tensor | None) -> dict[str, object]:
-    """Where states are read and stored, under the kernels' names (`shared/states.py`). A state that the call does not have is
+    """Places of states, read and stored, under the kernels' names (`shared/states.py`). A state that the call does not have is
     an empty tensor, which the kernel leaves alone."""
     if problem.has_pool:
         assert t.state_pool is not None
@@ -235,12 +228,12 @@ def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state:
 
 
 def packet_arguments(call: StageCall) -> dict[str, object]:
-    """Where `recurrence` leaves states for the second rank, under the kernels' names."""
+    """Places that `recurrence` leaves states for the second rank in, under the kernels' names."""
     return dict(border=None if call.packet is None else call.t.border, packet=call.packet)
 
 
 def checkpoint_arguments(problem: ChunkProblem, t: ChunkTensors) -> dict[str, object]:
-    """Where states at checkpoints are stored, under the kernels' names: chunks from one checkpoint to the next where they are
+    """Places of states at checkpoints, under the kernels' names: chunks from one checkpoint to the next where they are
     regular, and the rows and pitch of a buffer of their own."""
     buffer, every, rows, pitch = t.checkpoint_states, None, None, None
     if buffer is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...problem.problem import ChunkProblem, WyTensors
 from ...program.plan import Outputs
@@ -16,20 +17,20 @@ from ...program.workspace import Slots
 class WyOperands:
     """Operands of `wy`, under the kernels' names."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    g: torch.Tensor
-    v: torch.Tensor
-    beta: torch.Tensor
-    Akk_inv: torch.Tensor
-    h: torch.Tensor
-    v_new: torch.Tensor
-    do: torch.Tensor
-    dv: torch.Tensor
-    dh: torch.Tensor
-    cu_seqlens: torch.Tensor | None
-    A_log: torch.Tensor | None = None
-    dt_bias: torch.Tensor | None = None
+    q: Tensor
+    k: Tensor
+    g: Tensor
+    v: Tensor
+    beta: Tensor
+    Akk_inv: Tensor
+    h: Tensor
+    v_new: Tensor
+    do: Tensor
+    dv: Tensor
+    dh: Tensor
+    cu_seqlens: Tensor | None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
 
     @staticmethod
     def of(t: WyTensors) -> WyOperands:
@@ -46,30 +47,25 @@ class Parts:
     """Results of `wy` for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
     `grad_Aqk`, as `Akk_inv`."""
 
-    grad_q: torch.Tensor
-    grad_k: torch.Tensor
-    grad_G: torch.Tensor
-    grad_beta: torch.Tensor
-    grad_A: torch.Tensor
-    grad_Aqk: torch.Tensor
+    grad_q: Tensor
+    grad_k: Tensor
+    grad_G: Tensor
+    grad_beta: Tensor
+    grad_A: Tensor
+    grad_Aqk: Tensor
 
     @classmethod
-    def allocate(
-        cls, problem: ChunkProblem, memory: Slots, squares: tuple[int, ...], squares_dtype: torch.dtype
-    ) -> Parts:
+    def allocate(cls, problem: ChunkProblem, memory: Slots, squares: tuple[int, ...], dtype: torch.dtype) -> Parts:
         tokens = (problem.B, problem.T, problem.HV)
-        wide = [*[(*tokens, problem.K)] * 3, tokens]
-        return cls(
-            *(memory.new(shape, torch.float32) for shape in wide),
-            *(memory.new(squares, squares_dtype) for _ in range(2)),
-        )
+        wide = [(shape, torch.float32) for shape in (*[(*tokens, problem.K)] * 3, tokens)]
+        return cls(*(memory.new(*kind) for kind in (*wide, *[(squares, dtype)] * 2)))
 
     def arguments(self) -> dict[str, Any]:
         """Under the kernels' names."""
         return vars(self)
 
 
-def wy_results(outputs: Outputs) -> dict[str, torch.Tensor | None]:
+def wy_results(outputs: Outputs) -> dict[str, Tensor | None]:
     """Results of `chunk_bwd_wy_dqkg` under the kernels' names."""
     names = dict(q="dq", k="dk", G="dg", v="dv", beta="dbeta", A="dA")
     return {f"grad_{name}": outputs[result] for name, result in names.items()} | {"grad_Aqk": None}

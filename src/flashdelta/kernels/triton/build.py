@@ -79,16 +79,10 @@ def prefill_layout(problem: ChunkProblem, values: bool) -> Layout:
 
 
 LAUNCHES: dict[str, Callable[..., Iterable[Launch]]] = {
-    "recurrent": decode,
     # token by token, or into a replay buffer all at once
     "decode": lambda problem, *call: (verify if problem.has_records else decode)(problem, *call),
-    "fused_decode": fused_kda_decode,
-    "commit": commit,
-    "prefill": prefill,
-    "wy": wy_dqkg,
-    "gated_rms_norm": gated_rms_norm,
-    "gated_rms_norm" + BACKWARD: norm.backward,
-    "short_convolution": short_convolution,
-    "short_convolution" + BACKWARD: convolution.backward,
+    **dict(recurrent=decode, fused_decode=fused_kda_decode, commit=commit, prefill=prefill, wy=wy_dqkg),
+    **dict(gated_rms_norm=gated_rms_norm, short_convolution=short_convolution),
+    **{"gated_rms_norm" + BACKWARD: norm.backward, "short_convolution" + BACKWARD: convolution.backward},
 }
 """The launches of each operation, in order."""

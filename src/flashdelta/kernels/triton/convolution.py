@@ -580,12 +580,11 @@ def arguments(problem: ConvolutionProblem, c: ConvolutionConfig, states: dict[st
     there."""
     absent = torch.empty((0, 0, 0), dtype=problem.state_dtype, device="meta")
     found = {name: absent if x is None else x for name, x in states.items()}
-    channels = {
-        f"{name}_{axis}": s for name, x in found.items() for axis, s in zip(("slot", "channel", "input"), x.stride())
-    }
+    axes = ("slot", "channel", "input")
+    strides = {f"{name}_{axis}": s for name, x in found.items() for axis, s in zip(axes, x.stride())}
     one, tiles = token_tiles(problem, c)
     return dict(
-        **dict(found | channels, slots=problem.pool_slots, SILU=problem.activation == "silu"),
+        **dict(found | strides, slots=problem.pool_slots, SILU=problem.activation == "silu"),
         **dict(ctas=tiles * -(-problem.D // c.BD), token_tiles=one),
     )
 
@@ -604,9 +603,7 @@ def short_convolution(problem: ConvolutionProblem, t: ConvolutionTensors, arch: 
     ]
 
 
-def checkpoint_launches(
-    problem: ConvolutionProblem, t: ConvolutionTensors, own: dict[str, Any], c: ConvolutionConfig
-) -> Iterator[Launch]:
+def checkpoint_launches(problem: ConvolutionProblem, t: ConvolutionTensors, own: dict, c: Any) -> Iterator[Launch]:
     if t.checkpoint_states is None:
         return
     every, buffer = problem.checkpoint_every, t.checkpoint_states

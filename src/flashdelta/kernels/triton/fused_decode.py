@@ -202,26 +202,26 @@ def fused_decode_kernel(
     to_k = windows + placed(of_q + key_channels, conv_channel, CHANNELS)
     from_q = to_q + first * conv_place
     from_k = to_k + first * conv_place
-    inputs_q = q + batch * q_batch + qk_head * q_head + begin * q_token + key
-    inputs_k = k + batch * k_batch + qk_head * k_head + begin * k_token + key
-    filters_q = weight + of_q * weight_channel
-    filters_k = filters_q + key_taps
-    bias_q = None
-    bias_k = None
+    x_q = q + batch * q_batch + qk_head * q_head + begin * q_token + key
+    x_k = k + batch * k_batch + qk_head * k_head + begin * k_token + key
+    w_q = weight + of_q * weight_channel
+    w_k = w_q + key_taps
+    b_q = None
+    b_k = None
     if bias is not None:
-        bias_q = bias + of_q
-        bias_k = bias_q + key_channels
+        b_q = bias + of_q
+        b_k = b_q + key_channels
 
     for member in range(GROUP):
         head = qk_head * GROUP + member
         of_v = head.to(tl.int32) * V + value
         to_v = windows + placed(of_v + value_channels, conv_channel, CHANNELS)
         from_v = to_v + first * conv_place
-        inputs_v = v + batch * v_batch + head * v_head + begin * v_token + value
-        filters_v = weight + value_taps + of_v * weight_channel
-        bias_v = None
+        x_v = v + batch * v_batch + head * v_head + begin * v_token + value
+        w_v = weight + value_taps + of_v * weight_channel
+        b_v = None
         if bias is not None:
-            bias_v = bias + value_channels + of_v
+            b_v = bias + value_channels + of_v
         gates = g + batch * g_batch + head * g_head + begin * g_token + key
         betas = beta + batch * beta_batch + head * beta_head + begin * beta_token
         output_gates = z + batch * z_batch + head * z_head + begin * z_token
@@ -238,27 +238,13 @@ def fused_decode_kernel(
             states = final_state + head * (K * V)
 
         if SINGLE:
-            row_q, window_q = convolved(
-                inputs_q, from_q, filters_q, bias_q, 0, q_token, conv_place, weight_tap, live, K, W, SINGLE
-            )
-            row_k, window_k = convolved(
-                inputs_k, from_k, filters_k, bias_k, 0, k_token, conv_place, weight_tap, live, K, W, SINGLE
-            )
-            row_v, window_v = convolved(
-                inputs_v, from_v, filters_v, bias_v, 0, v_token, conv_place, weight_tap, live, V, W, SINGLE
-            )
+            row_q, window_q = convolved(x_q, from_q, w_q, b_q, 0, q_token, conv_place, weight_tap, live, K, W, SINGLE)
+            row_k, window_k = convolved(x_k, from_k, w_k, b_k, 0, k_token, conv_place, weight_tap, live, K, W, SINGLE)
+            row_v, window_v = convolved(x_v, from_v, w_v, b_v, 0, v_token, conv_place, weight_tap, live, V, W, SINGLE)
             row_g = tl.load(gates)
             row_beta = tl.load(betas)
-            tiles = load_tiles(
-                initial_state + slot * start_pitch + head * (K * V),
-                key,
-                live.to(tl.int32),
-                K,
-                V,
-                TILES,
-                V_FIRST,
-                STREAM,
-            )
+            initial = initial_state + slot * start_pitch + head * (K * V)
+            tiles = load_tiles(initial, key, live.to(tl.int32), K, V, TILES, V_FIRST, STREAM)
             rows = (part(row_q, 0, K), part(row_k, 0, K), row_g, row_beta)
             token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
             outs = ()
@@ -274,29 +260,15 @@ def fused_decode_kernel(
                 roll_one(to_q, window_q, conv_place, live, K, W)
                 roll_one(to_k, window_k, conv_place, live, K, W)
         else:
-            tiles = load_tiles(
-                initial_state + slot * start_pitch + head * (K * V),
-                key,
-                live.to(tl.int32),
-                K,
-                V,
-                TILES,
-                V_FIRST,
-                STREAM,
-            )
+            initial = initial_state + slot * start_pitch + head * (K * V)
+            tiles = load_tiles(initial, key, live.to(tl.int32), K, V, TILES, V_FIRST, STREAM)
             state = ()
             for i in tl.static_range(TILES):
                 state = state + (tiles[i].to(tl.float32),)
             for t in range(0, length):
-                row_q, window_q = convolved(
-                    inputs_q, from_q, filters_q, bias_q, t, q_token, conv_place, weight_tap, live, K, W, SINGLE
-                )
-                row_k, window_k = convolved(
-                    inputs_k, from_k, filters_k, bias_k, t, k_token, conv_place, weight_tap, live, K, W, SINGLE
-                )
-                row_v, window_v = convolved(
-                    inputs_v, from_v, filters_v, bias_v, t, v_token, conv_place, weight_tap, live, V, W, SINGLE
-                )
+                row_q, _ = convolved(x_q, from_q, w_q, b_q, t, q_token, conv_place, weight_tap, live, K, W, SINGLE)
+                row_k, _ = convolved(x_k, from_k, w_k, b_k, t, k_token, conv_place, weight_tap, live, K, W, SINGLE)
+                row_v, _ = convolved(x_v, from_v, w_v, b_v, t, v_token, conv_place, weight_tap, live, V, W, SINGLE)
                 rows = (
                     part(row_q, 0, K),
                     part(row_k, 0, K),
@@ -318,10 +290,10 @@ def fused_decode_kernel(
                 store_normed(outputs + t * o_token, out, norm_weight, output_gates + t * z_token, live, eps, V)
             if not EACH:
                 store_tiles(states + slot * target_pitch, state, key, live.to(tl.int32), K, V, V_FIRST, STREAM)
-            roll(inputs_v, to_v, from_v, length, v_token, conv_place, live, V, W)
+            roll(x_v, to_v, from_v, length, v_token, conv_place, live, V, W)
             if member == GROUP - 1:
-                roll(inputs_q, to_q, from_q, length, q_token, conv_place, live, K, W)
-                roll(inputs_k, to_k, from_k, length, k_token, conv_place, live, K, W)
+                roll(x_q, to_q, from_q, length, q_token, conv_place, live, K, W)
+                roll(x_k, to_k, from_k, length, k_token, conv_place, live, K, W)
 
 
 FEW = 256

@@ -34,10 +34,11 @@ def row_offsets(row, T, H, batch_stride, token_stride, head_stride):
     tokens = tl.zeros_like(row) + T
     heads = tl.zeros_like(row) + H
     token = row // heads
-    batch = (token // tokens).to(tl.int64)
-    return (
-        batch * batch_stride + (token % tokens).to(tl.int64) * token_stride + (row % heads).to(tl.int64) * head_stride
-    )
+    in_batch = (token // tokens).to(tl.int64) * batch_stride + (token % tokens).to(tl.int64) * token_stride
+    return in_batch + (row % heads).to(tl.int64) * head_stride
+
+
+####
 
 
 @triton.jit

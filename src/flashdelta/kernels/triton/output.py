@@ -31,10 +31,8 @@ def output_kernel(
 ):  # fmt: skip
     """`o = qg S + Aqk v_new`, with the states `h [S, HV, V, K]` in fp32. `o` holds `v_new` until it is overwritten."""
     SLICES: tl.constexpr = V // BV
-    head, chunk_slot, batch, start, count = own_chunk(
-        tl.program_id(0) // SLICES, None, None, 0, chunk_slots, N, T, HV, C
-    )
-    chunk = chunk_slot * HV + head
+    head, slot, batch, start, count = own_chunk(tl.program_id(0) // SLICES, None, None, 0, chunk_slots, N, T, HV, C)
+    chunk = slot * HV + head
     row = tl.arange(0, C)
     value = tl.program_id(0) % SLICES * BV + tl.arange(0, BV)
     valid = (row < count)[None, :]

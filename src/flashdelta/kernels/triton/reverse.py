@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
@@ -27,7 +26,7 @@ from ..shared.scalars import SCALARS
 from ..shared.segments import place_segment, segment_of
 from ..shared.sequences import crossing_packet, own_work_tile
 from ..shared.states import load_state, state_offsets, store_state
-from ..stages.backward_pass import Kept, Scanned, reverse_arguments
+from ..stages.backward_pass import ReverseScan
 from ..stages.launch import launch, precision
 from .recurrence import recurrence_config
 
@@ -52,9 +51,9 @@ def reverse_kernel(
     """
     if first_segment is None:
         slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
-        chunk_slot = n * chunk_slots
+        slot = n * chunk_slots
         if cu_seqlens is not None:
-            chunk_slot = begin // C + n
+            slot = begin // C + n
     else:
         slice_ = tl.program_id(0) % (V // BV)
         head = (tl.program_id(0) // (V // BV) % HV).to(tl.int64)
@@ -64,13 +63,11 @@ def reverse_kernel(
             exists &= part > 0
         if not exists:
             return
-        batch, begin, end, chunk_slot, _, first, stop = place_segment(
-            n, part, parts, cu_seqlens, None, 0, chunk_slots, T, C
-        )
+        batch, begin, end, slot, _, first, stop = place_segment(n, part, parts, cu_seqlens, None, 0, chunk_slots, T, C)
         last = part + 1 == parts
         end = tl.where(last, end, begin + stop * C)
         begin += first * C
-        chunk_slot += first
+        slot += first
     chunks = ((end - begin + C - 1) // C).to(tl.int32)
     dtype = w.dtype.element_ty
     row = tl.arange(0, C)
@@ -92,7 +89,7 @@ def reverse_kernel(
     grad_o += batch * o_batch + head * o_head
     for step in tl.range(0, chunks, num_stages=STAGES):
         i = chunks - 1 - step
-        chunk = (chunk_slot + i) * HV + head
+        chunk = (slot + i) * HV + head
         token = begin + i * C + row
         valid = (token < end)[:, None]
         if grad_h is not None:
@@ -124,21 +121,11 @@ def reverse_kernel(
             store_state(packet, place * HV * K * V + in_slot, grad, crosses.to(tl.int32))
 
 
-def reverse(
-    problem: ChunkProblem,
-    t: ChunkTensors,
-    arch: int,
-    kept: Kept,
-    scanned: Scanned | None,
-    dht: Tensor | None,
-    dh0: Tensor | None,
-    packet: Tensor | None,
-) -> Launch:
-    """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
+def reverse(problem: ChunkProblem, t: ChunkTensors, arch: int, scan: ReverseScan) -> Launch:
     c = recurrence_config(problem, arch)
-    own = reverse_arguments(problem, t, kept, scanned, dht, dh0, packet)
+    own = scan.arguments(problem, t)
     ends = own["ends"]
-    tiles = {x: kept.workspace.get(x) for x in ("w", "qg", "kg", "Aqk", "decay")}
+    tiles = {x: scan.kept.workspace.get(x) for x in ("w", "qg", "kg", "Aqk", "decay")}
     own = dict(**own, **tiles, PRECISION=precision(problem))
     ctas = (problem.N if ends is None else ends.shape[0]) * problem.HV * (problem.V // c.BV)
     return launch(reverse_kernel, ctas, problem, t, own, c)

@@ -50,11 +50,6 @@ def sums(partials: Tensor, grad_weight: Tensor, grad_bias: Tensor | None, overla
     rows, columns, channels = partials.shape
     ROWS = min(max(triton.next_power_of_2(rows), 16), MOST_ROWS)
     BLOCK = max(ELEMENTS // ROWS, FEWEST_COLUMNS)
-    return Launch(
-        sums_kernel,
-        -(-columns * channels // BLOCK),
-        (partials, grad_weight, grad_bias, rows, channels),
-        dict(TAPS=columns - (grad_bias is not None), ROWS=ROWS, BLOCK=BLOCK, OVERLAP=overlaps),
-        num_warps=8,
-        overlaps=overlaps,
-    )
+    arguments = (partials, grad_weight, grad_bias, rows, channels)
+    constants = dict(TAPS=columns - (grad_bias is not None), ROWS=ROWS, BLOCK=BLOCK, OVERLAP=overlaps)
+    return Launch(sums_kernel, -(-columns * channels // BLOCK), arguments, constants, num_warps=8, overlaps=overlaps)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
 from ...program.launch import Launch
@@ -53,9 +54,8 @@ def load_decays(g, dt_bias, g_token, column, row, valid, count, head, rate, lowe
         first = tl.load(g + row[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         second = tl.load(g + (tl.minimum(count, row.shape[0]) - 1) * g_token + column).to(tl.float32)
     else:
-        _, first, second = chunk_decays(
-            g, dt_bias, row[:, None] * g_token, column, valid, head, rate, lower_bound, K, GATE
-        )
+        in_g = row[:, None] * g_token
+        _, first, second = chunk_decays(g, dt_bias, in_g, column, valid, head, rate, lower_bound, K, GATE)
     return first, second
 
 
@@ -122,12 +122,7 @@ def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row
     """The chosen channels of `v, do, v_new, dv_new`, `[C, BV]` each."""
     tile_v = load_rows(v, row[:, None] * v_token, value, valid)
     tile_o = load_rows(grad_o, row[:, None] * o_token, value, valid)
-    return (
-        tile_v,
-        tile_o,
-        load_rows(v_new, in_own * V, value, valid),
-        load_rows(grad_v_new, in_own * V, value, valid),
-    )
+    return (tile_v, tile_o, load_rows(v_new, in_own * V, value, valid), load_rows(grad_v_new, in_own * V, value, valid))
 
 
 @triton.jit
@@ -318,7 +313,7 @@ def wy_launch(problem: ChunkProblem, arch: int, x: WyOperands, own: dict[str, ob
     return launch(wy_kernel, chunks(problem), problem, Tensors(), own, wy_config(problem, arch))
 
 
-def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
+def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
     own = dict(parts.arguments(), grad_Akk=parts.grad_A, grad_v=grad_v, rows=problem.slots)
     return wy_launch(problem, arch, x, dict(**own, BY_TOKEN=False, V_FIRST=True))
 

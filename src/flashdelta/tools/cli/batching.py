@@ -12,6 +12,7 @@ import collections
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -197,19 +198,10 @@ def run_batch(
     synchronize(model.device)
     seconds = time.perf_counter() - began
     alone = [serve(batch, [request])[0][0] for request in asked]
-    return BatchResult(
-        prompts=[request.prompt for request in asked],
-        continuations=texts,
-        joined=joined,
-        left=left,
-        slots=slots,
-        steps=max(left),
-        most_running=most,
-        tokens_per_s=sum(request.tokens for request in asked) / seconds,
-        graph=model.device.type == "cuda",
-        checked=texts == alone,
-        **place(model),
-    )
+    prompts, speed = [request.prompt for request in asked], sum(request.tokens for request in asked) / seconds
+    graph, checked = model.device.type == "cuda", texts == alone
+    counts: dict[str, Any] = dict(slots=slots, steps=max(left), most_running=most, tokens_per_s=speed)
+    return BatchResult(prompts, texts, joined, left, **counts, graph=graph, checked=checked, **place(model))
 
 
 def show(report: dict, console: Console) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -102,32 +102,26 @@ def run_demo(
     prompt_tokens = encode(prompt, "prompt")[None].to(model.device)
     written, logits, prefill_s, decode_s = _write(model, prompt_tokens, tokens, temperature, seed)
     error, checked = agreement(model, prompt_tokens, written, logits)
-    kinds = ("prefill", prompt_tokens.shape[1]), ("decode", 1)
+    prefilled = prompt_tokens.shape[1]
+    kinds = ("prefill", prefilled), ("decode", 1)
     used = {kind: model.blocks[0].attention.explain(1, length).chosen for kind, length in kinds}
     same = len({*used.values()}) == 1
-    return DemoResult(
-        prompt=prompt,
-        continuation=decode(written[0]),
-        prefill_tokens_per_s=prompt_tokens.shape[1] / prefill_s,
-        decode_tokens_per_s=tokens / decode_s,
-        backend=used["decode"] if same else ", ".join(f"{name} ({kind})" for kind, name in used.items()),
-        parameters=sum(p.numel() for p in model.parameters()),
-        agreement_error=error,
-        checked=checked,
-        **place(model),
+    backend = used["decode"] if same else ", ".join(f"{name} ({kind})" for kind, name in used.items())
+    facts: dict[str, Any] = dict(
+        parameters=sum(p.numel() for p in model.parameters()), agreement_error=error, checked=checked
     )
+    speeds = dict(prefill_tokens_per_s=prefilled / prefill_s, decode_tokens_per_s=tokens / decode_s)
+    return DemoResult(prompt, decode(written[0]), **speeds, backend=backend, **place(model), **facts)
 
 
-def place(model: KdaLanguageModel) -> dict[str, str]:
+def place(model: KdaLanguageModel) -> dict[str, Any]:
     """Names what a model runs on, and in which dtype."""
     on_gpu = model.device.type == "cuda"
     name = torch.cuda.get_device_name(model.device) if on_gpu else model.device.type
     return {"device": name, "dtype": str(model.embedding.weight.dtype).removeprefix("torch.")}
 
 
-def demo_model(
-    prompt: str | None, temperature: float, backend: str, device: str | None, **counts: int
-) -> KdaLanguageModel:
+def demo_model(prompt: Any, temperature: float, backend: str, device: str | None, **counts: int) -> KdaLanguageModel:
     """Loads the model in the package, once the arguments are checked; raises as `load_model`, too."""
     for name, count in counts.items():
         positive(name, count)
@@ -146,9 +140,7 @@ def load_demo_model(device: torch.device, dtype: torch.dtype, backend: str) -> K
 
 
 @torch.no_grad()
-def _write(
-    model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: float, seed: int
-) -> tuple[Tensor, Tensor, float, float]:
+def _write(model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: float, seed: int) -> tuple:
     """The written tokens `[1, N]`; logits `[1, N + 1, vocabulary]`, after the prompt and after every written token; seconds of
     prefill and of decoding."""
     generator = torch.Generator(prompt.device).manual_seed(seed)

@@ -18,8 +18,10 @@ from ..export.cubins import OPS, compile_kernels, wanted_kernels
 from ..export.write import write
 from ..files import counted, in_bytes, whole_folder
 
+Choice = Mapping[str, Sequence[str]]
 
-def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[str]], jobs: int | None) -> None:
+
+def run_export(out: Path, arches: Sequence[str], choice: Choice, jobs: int | None) -> None:
     """Compiles and writes what was chosen, everything where nothing was (of precisions: the default one).
 
     Raises:
@@ -44,9 +46,7 @@ def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[s
     log.print(f"next: cmake -S {out} -B {out / 'build'} && cmake --build {out / 'build'}", soft_wrap=True)
 
 
-def _chosen(
-    name: str, choice: Mapping[str, Sequence[str]], known: Sequence[str], convert: Callable[[str], Any] = str
-) -> list[Any]:
+def _chosen(name: str, choice: Choice, known: Sequence[str], convert: Callable[[str], Any] = str) -> list[Any]:
     """The values of an option, each once; all that are known where none is given."""
     values = choice.get(name) or known
     for value in values:

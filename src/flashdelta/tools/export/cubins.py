@@ -1,4 +1,4 @@
-"""Which kernels an export holds, and their compilation for GPUs that need not be there."""
+"""The kernels that an export holds, and their compilation for GPUs that need not be there."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ..compile import in_processes, only_launches, source
 from . import bindings
 
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
-"""In the order of `fd_operator` in c/runtime.h."""
+"""Operators, in the order of `fd_operator` in c/runtime.h."""
 
 STAGES = ("prepare", "recurrence", "output", "decode", "recurrence_wide")
-"""In the order of `fd_stage`."""
+"""Stages, in the order of `fd_stage`."""
 
 ANY = -1
 """`FD_ANY`."""
@@ -47,6 +47,10 @@ TYPES = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
 
 SCRATCH = 2
 """Parameters for scratch memory that Triton appends to every kernel's own."""
+
+Parameters = tuple[tuple[str, str], ...]
+"""Names and types."""
+
 
 SPECIALISED = ("_batch", "_token", "_head", "_pitch", "_step")
 """Ends of the names of integers that kernels take to be multiples of 16: strides in elements, of which c/ passes no others."""
@@ -167,7 +171,7 @@ class Kernel:
     shared_bytes: int
     slices: int
     overlaps: bool
-    parameters: tuple[tuple[str, str], ...]
+    parameters: Parameters
 
     @property
     def symbol(self) -> str:
@@ -180,7 +184,7 @@ class Kernel:
         return self.arch >= 90
 
 
-def parameters_of(launch: Launch) -> tuple[tuple[str, str], ...]:
+def parameters_of(launch: Launch) -> Parameters:
     """Names and types of what is passed at run time, in order: all but constants and absent tensors."""
     signature = source(launch).signature
     return tuple((p.name, signature[p.name]) for p in launch.kernel.params if signature[p.name] != "constexpr")
@@ -195,22 +199,13 @@ def compile_kernel(wanted: Wanted, arch: int) -> Kernel:
         compiled = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options())
     parameters = parameters_of(launch)
     _check(compiled, launch, parameters, arch, wanted.label)
-    return Kernel(
-        wanted=wanted,
-        arch=arch,
-        entry=compiled.metadata.name,
-        cubin=compiled.asm["cubin"],
-        threads=32 * compiled.metadata.num_warps,
-        shared_bytes=compiled.metadata.shared,
-        slices=1 if wanted.stage == "prepare" else wanted.V // launch.constants["BV"],
-        overlaps=launch.overlaps,
-        parameters=parameters,
-    )
+    code = dict(entry=compiled.metadata.name, cubin=compiled.asm["cubin"], parameters=parameters)
+    slices = 1 if wanted.stage == "prepare" else wanted.V // launch.constants["BV"]
+    sizes = dict(threads=32 * compiled.metadata.num_warps, shared_bytes=compiled.metadata.shared, slices=slices)
+    return Kernel(wanted, arch, **code, **sizes, overlaps=launch.overlaps)
 
 
-def _check(
-    compiled: CompiledKernel, launch: Launch, parameters: tuple[tuple[str, str], ...], arch: int, label: str
-) -> None:
+def _check(compiled: CompiledKernel, launch: Launch, parameters: Parameters, arch: int, label: str) -> None:
     metadata = compiled.metadata
     (entry,) = re.findall(rf"\.entry {metadata.name}\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     found = re.findall(r"\.param\s+(\.\w+)", entry)

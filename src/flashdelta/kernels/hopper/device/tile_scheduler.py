@@ -190,9 +190,8 @@ class TileScheduler:
     def transition_count(self):
         """How many segment transitions the CTA does. CTAs past the last group of slices have none."""
         inside = gl.program_id(0) < gl.num_programs(0) // self.SLICES * self.SLICES
-        return gl.where(
-            inside, persistent_count((gl.load(self.first_segment + self.N) - self.N) * self.HV, self.SLICES), 0
-        )
+        segments = gl.load(self.first_segment + self.N) - self.N
+        return gl.where(inside, persistent_count(segments * self.HV, self.SLICES), 0)
 
     @gluon.jit
     def transition(self, k, K):
@@ -281,9 +280,7 @@ class TileScheduler:
             tile0, chunk0, tile1, chunk1 = self.tile_range
             tile, first, stop = range_tile(k, tile0, chunk0, tile1, chunk1)
         _, head, n, batch, begin, end = locate_tile(tile, self.cu_seqlens, self.T, self.HV, 1)
-        slot, num_spans = chunk_slots(
-            self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C
-        )
+        slot, spans = chunk_slots(self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C)
         if PARTS:
             first, stop, fresh = self._part(place, ((end - begin + C - 1) // C).to(gl.int32), slot, head)
         if PARTS or (self.tile_range is not None and self.checkpoint_offsets is None):
@@ -291,7 +288,7 @@ class TileScheduler:
                 end = begin + stop * C
             begin += (first - fresh) * C
             slot += first - fresh
-        return head, n, batch, begin, end, slot, num_spans, first, stop, fresh
+        return head, n, batch, begin, end, slot, spans, first, stop, fresh
 
     @gluon.jit
     def _of_segment(self, k, skipped):
@@ -348,15 +345,13 @@ def rows_before(cu_seqlens, n, T, tokens, nothing=None):
 
 
 @gluon.jit
-def span_chunks_before(scheduler, tile):
-    """`rows_before` for the chunks of sequences that checkpoints cut."""
+def span_chunks_before(s, tile):
+    """`rows_before` for the chunks of sequences that checkpoints cut, of the scheduler `s`."""
     total = tile.n * 0
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     for base in range(0, tile.n, 128):
         m = base + lane
-        chunks = chunks_of(
-            m, scheduler.cu_seqlens, scheduler.checkpoint_offsets, tile.num_spans, scheduler.N, scheduler.T, C
-        )
+        chunks = chunks_of(m, s.cu_seqlens, s.checkpoint_offsets, tile.num_spans, s.N, s.T, C)
         total += gl.sum(gl.where(m < tile.n, chunks, 0))
     return total
 
