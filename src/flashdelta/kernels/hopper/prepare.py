@@ -51,8 +51,8 @@ from .device.math import (
 )
 from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
-from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, bind_div8, overlaps_prepare
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
+from .launch import FLAGS, bind_div8, overlaps_prepare, parts
 from .segments import SPLIT_COSTS, plan_segments, room
 
 # registers of four warps; a thread has all tokens that it sums over
@@ -129,10 +129,10 @@ class Buffers:
         return reinterpret(self.small, gl.float32, [8, 256], FLAT)
 
     @gluon.jit
-    def store_keys(self, kg, x, h, block: gl.constexpr):
-        """`store_block` of a block's half of kg, and the largest elements of its sub-chunks, to `largest [2 KH, 4]`."""
+    def store_keys(self, kg, x, h, block: gl.constexpr, asked):
+        """`store_block` of a block's half of kg; at a border the largest elements of its sub-chunks, to `largest [2 KH, 4]`."""
         store_block(kg, x)
-        if self.largest is not None:
+        if asked >= 0:
             of_channels = gl.reduce(gl.abs(x), 1, larger)
             self.largest.index(2 * h + block).store(gl.reduce(of_channels, 1, larger))
 
@@ -166,8 +166,7 @@ def make_buffers(dt_bias, forgets, KH):
     else:
         largest: gl.constexpr = None  # type: ignore[no-redef]
     return Buffers(
-        *(pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, largest),
-        KH,
+        pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, largest, KH
     )
 
 
@@ -427,7 +426,7 @@ def store_sums(buffers, rate, dtype: gl.constexpr, GATE):
 
 
 @gluon.jit
-def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM):
+def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM, asked):
     """Stores `qg`, `kg` and `decay`, and leaves `k a` in the pairs. Accumulators `[64, 32]`: `upper`, of pair 0 by block 0's
     columns; `lower` and `right`, of pair 1 by block 0's and by block 1's.
 
@@ -473,7 +472,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         store_block(qg, qa * from_start[None, None, :])
         # in two factors: each fits in fp32, their product need not
         kb = kb * exp2(whole0 - middle0)[None, None, :]
-        buffers.store_keys(kg, kb * exp2(whole1)[None, None, :], h, 0)
+        buffers.store_keys(kg, kb * exp2(whole1)[None, None, :], h, 0, asked)
         moved = (kb * exp2(middle1)[None, None, :]).to(gl.bfloat16)
 
         d = c1 + (before1 - middle1[None, :])[:, None, :]
@@ -486,7 +485,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         from_start = exp2(whole0 + middle1)
         buffers.between.index(h).store(exp2(whole0 - middle0 + middle1))
         store_block(qg + 2048, qa * from_start[None, None, :])
-        buffers.store_keys(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :], h, 1)
+        buffers.store_keys(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :], h, 1, asked)
 
     fence_async_shared()
     upper = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
@@ -550,7 +549,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
                 store_pair(pair_s[0].index(h), kn * a, qn * a)
                 store_pair(buffers.rights(0).index(h), kn * b, k_down)
                 store_block(qg, q_up)
-                buffers.store_keys(kg, k_down * exp2(other)[None, None, :], h, 0)
+                store_block(kg, k_down * exp2(other)[None, None, :])
                 gl.store(decay + h * 64 + position(column), exp2(whole + other))
                 buffers.from_start.index(h).store(whole * 0.0 - 1.0)
                 buffers.between.index(h).store(exp2(whole))
@@ -558,7 +557,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
                 store_pair(pair_s[1].index(h), qn * a, kn * a)
                 right_s[1].index(2 * h).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 store_block(qg, q_up * exp2(other)[None, None, :])
-                buffers.store_keys(kg, k_down, h, 1)
+                store_block(kg, k_down)
             fence_async_shared()
             pair = pair_s[block].index(h)
             pair_k = key_s[block].index(2 * h + block).permute((1, 0))
@@ -659,7 +658,7 @@ def inverse(minus_A, buffers):
 @gluon.jit
 def store_w(tiles, high, low, buffers):
     """`-w = -inverse (k exp G)`, with the inverse as `high + low` and `k a` of the pairs: relative to block 1's reference
-    first, then moved to block 0's, then to the chunk's start. Returns the largest elements of its rows."""
+    first, then moved to block 0's, then to the chunk's start. Returns its halves."""
     KH: gl.constexpr = buffers.KH
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     high0, high1 = column_halves(high, LEFT)
@@ -679,17 +678,15 @@ def store_w(tiles, high, low, buffers):
         w_right *= buffers.from_start.index(1).load(gl.SliceLayout(0, ACC))[None, :]
         store_tile(tiles + 4096, w_right, 0)
     else:
+        w_right = w
         w, high0, low0 = warpgroup_mma_wait(0, deps=[w, high0, low0])
     w *= buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :]
     store_tile(tiles, w, 0)
-    largest = gl.reduce(gl.abs(w), 1, larger)
-    if KH == 2:
-        largest = larger(largest, gl.reduce(gl.abs(w_right), 1, larger))
-    return largest
+    return w, w_right
 
 
 @gluon.jit
-def does_forget(buffers, largest_w):
+def does_forget(buffers, w_left, w_right):
     """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing:
 
         |M| = |diag(decay) - kg^T w| <= sum_c decay_c + sum_i |kg_i| |w_i|
@@ -698,7 +695,10 @@ def does_forget(buffers, largest_w):
     most those up to the references. Rounding adds less than 1 %."""
     KH: gl.constexpr = buffers.KH
     lanes_l: gl.constexpr = gl.BlockedLayout([2 * KH], [32], [4], [0])
-    w = gl.sum(largest_w.reshape([8, 8]), axis=1)
+    largest = gl.reduce(gl.abs(w_left), 1, larger)
+    if KH == 2:
+        largest = larger(largest, gl.reduce(gl.abs(w_right), 1, larger))
+    w = gl.sum(largest.reshape([8, 8]), axis=1)
     largest_s = reinterpret(buffers.largest, gl.float32, [KH, 8], FLAT)
     kg = largest_s.index(0).load(w.type.layout)
     if KH == 2:
@@ -717,7 +717,7 @@ def prepare_kernel(
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
-    room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
+    room: gl.int32, split: gl.int32, batch_invariant: gl.int32, parts: gl.int32,
     K: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
     FLAGS: gl.constexpr, COSTS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
@@ -770,11 +770,12 @@ def prepare_kernel(
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
         bias = load_bias(dt_bias, head, K)
-    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, not SAFE)
+    batch, start, count, begin = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, not SAFE)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
     start = start.to(gl.int32)
+    to_end = count
     count = gl.minimum(count, 64).to(gl.int32)
     qk_head = head
     if group > 1:
@@ -806,6 +807,13 @@ def prepare_kernel(
     copy_pair(buffers.pair1, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32)
     async_copy.commit_group()
 
+    # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
+    if forgets is None:
+        asked: gl.constexpr = -1
+    else:
+        # in one register, where a condition would take another
+        asked = gl.where(may_end_part(start - begin, to_end, parts), tile, -1) + gl.minimum(tile, 0)
+
     sub_chunk = gl.arange(0, 4, layout=gl.SliceLayout(1, TOTALS))
     column = gl.arange(0, 64, layout=COLUMNS)
     # nothing decays past the end
@@ -831,7 +839,9 @@ def prepare_kernel(
     half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
     if fits:
-        upper, lower, right = bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM)
+        upper, lower, right = bounded_pairs(
+            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
+        )
     else:
         upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
     if not SAFE:
@@ -855,9 +865,9 @@ def prepare_kernel(
     high = round_pairs(weights)
     low = (weights - high.to(gl.float32)).to(gl.bfloat16)
     store_tile(tiles + 3 * KH * 4096, high, 0)
-    largest = store_w(tiles, high, low, buffers)
-    if forgets is not None:
-        gl.store(forgets + tile, does_forget(buffers, largest).to(gl.int32))
+    w_left, w_right = store_w(tiles, high, low, buffers)
+    if asked >= 0:
+        gl.store(forgets + asked, does_forget(buffers, w_left, w_right).to(gl.int32))
 
 
 def grid(problem: ChunkProblem) -> tuple[int, int]:
@@ -873,6 +883,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     own = dict(
         **call.left("tiles", "decay", "semaphores", "forgets"),
         **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.q.device)),
+        parts=parts(problem, call.t.q.device, call.may_split),
         **dict(FLAGS=FLAGS, COSTS=astuple(SPLIT_COSTS), OVERLAPS=plan is not None or overlaps_prepare(call)),
     )
     return Launch(

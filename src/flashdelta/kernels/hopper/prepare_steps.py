@@ -52,10 +52,8 @@ from .device.math import (
     gate_bias,
     gate_unit,
     larger,
-    larger_pairs,
     log2,
     pick,
-    product_pairs,
     round_pairs,
     split_high_low,
     unbounded_gate,
@@ -63,8 +61,8 @@ from .device.math import (
     widen,
 )
 from .device.portable import LOG2E, decay_rate
-from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, bind_div8, tiles
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
+from .launch import FLAGS, bind_div8, parts, tiles
 from .prepare import (
     FLAT,
     FORGOTTEN,
@@ -436,19 +434,15 @@ def largest_of_rows(tile_s, factors_s):
     """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[2, 32]`; times
     factors of each step's channels, unless that is None."""
     KH: gl.constexpr = tile_s.shape[0] // 64
-    WORDS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
-    words_l: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 16, 2], [2, 2, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 32], [1, 16, 2], [2, 2, 1], [2, 1, 0])
     for h in gl.static_range(KH):
-        words = reinterpret(tile_s, gl.int32, [KH, 64, 32], WORDS).index(h).reshape([2, 32, 32]).load(words_l)
+        x = gl.abs(widen(tile_s.slice(64 * h, 64).reshape([2, 32, 64]).load(ROWS)))
         if factors_s is not None:
-            factors_h = reinterpret(factors_s, gl.int32, [KH, 64], FLAT).index(h).reshape([2, 32])
-            words = product_pairs(words, factors_h.load(gl.SliceLayout(1, words_l))[:, None, :])
-        most = larger_pairs(most, words) if h > 0 else words  # noqa: F821 (the loop is unrolled)
-    for _ in gl.static_range(4):
-        first, second = gl.split(most.reshape([2, 32, most.shape[2] // 2, 2]))
-        most = larger_pairs(first, second)
-    low, high = (most & 0x7FFF) << 16, most & 0x7FFF0000
-    return gl.reduce(larger(low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)), 2, larger)
+            factors_h = reinterpret(factors_s, gl.float32, [KH, 128], FLAT).index(h).reshape([2, 64])
+            x *= factors_h.load(gl.SliceLayout(1, ROWS))[:, None, :]
+        rows = gl.reduce(x, 2, larger)
+        most = larger(most, rows) if h > 0 else rows  # noqa: F821 (the loop is unrolled)
+    return most
 
 
 @gluon.jit
@@ -476,7 +470,7 @@ def prepare_steps_kernel(
     group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
-    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32, parts: gl.int32,
     K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, FLAGS: gl.constexpr, SAFE: gl.constexpr,
 ):  # fmt: skip
     """One chunk and value head; * goes to memory:
@@ -507,11 +501,12 @@ def prepare_steps_kernel(
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
         bias = load_bias(dt_bias, head, K)
-    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
+    batch, start, count, begin = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
     start = start.to(gl.int32)
+    to_end = count
     count = gl.minimum(count, 64).to(gl.int32)
     qk_head = head
     if group > 1:
@@ -540,7 +535,7 @@ def prepare_steps_kernel(
         bias_s: gl.constexpr = None  # type: ignore[no-redef]
 
     if forgets is not None:
-        after_s = gl.allocate_shared_memory(gl.bfloat16, [2 * K], FLAT)
+        after_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
@@ -549,6 +544,13 @@ def prepare_steps_kernel(
     copy_tokens(keys, k, k_token, count, 64)
     copy_tokens(queries, q, q_token, count, 64)
     async_copy.commit_group()
+
+    # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
+    if forgets is None:
+        asked: gl.constexpr = -1
+    else:
+        # in one register, where a condition would take another
+        asked = gl.where(may_end_part(start - begin, to_end, parts), tile, -1) + gl.minimum(tile, 0)
 
     # nothing decays past the end
     unit_s.store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
@@ -612,10 +614,10 @@ def prepare_steps_kernel(
             row += at_part[None, None, :, None] * K
         at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
-        if forgets is not None:
+        if asked >= 0:
             # from the references on, which with K = 64 are the second parts
             last_decays = gl.where(at_part[None, None, :, None] == 2 // KH - 1, exp2(rest if KH == 2 else middle), 0.0)
-            after_s.reshape([KH, 2, 64]).store(gl.sum(last_decays, axis=2).to(gl.bfloat16))
+            after_s.reshape([KH, 2, 64]).store(gl.sum(last_decays, axis=2))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
             decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, :, None, :], 0)
@@ -676,7 +678,7 @@ def prepare_steps_kernel(
     barrier()
     X_s = reinterpret(queries, gl.float32, [64, 32], STEP)
     X_s.reshape([4, 16, 32]).store(X)
-    if forgets is not None:
+    if asked >= 0:
         # here, and where the norms were, there are registers for them
         norm_k_s.reshape([2, 32]).store(largest_of_rows(right, after_s))
     X_left, X_right = step_inverses(X_s)
@@ -710,8 +712,8 @@ def prepare_steps_kernel(
     for h in gl.static_range(KH):
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
-    if forgets is not None:
-        gl.store(forgets + tile, does_forget(decay, norm_k_s, largest_of_rows(keys, None), K).to(gl.int32))
+    if asked >= 0:
+        gl.store(forgets + asked, does_forget(decay, norm_k_s, largest_of_rows(keys, None), K).to(gl.int32))
     tma.store_wait(0)
 
 
@@ -719,6 +721,7 @@ def prepare_steps(call: StageCall) -> Launch:
     problem = call.problem
     ctas, rows = grid(problem)
     own = dict(call.left("decay", "semaphores", "forgets"), tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS)
+    own["parts"] = parts(problem, call.t.q.device)
     return Launch(
         prepare_steps_kernel,
         ctas,

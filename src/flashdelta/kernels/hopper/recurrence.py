@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from ...problem.problem import AUTO, ChunkProblem
+from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, checkpoint_arguments, packet_arguments, state_arguments
@@ -48,7 +47,7 @@ from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, bind_div8, ctas, overlaps_prepare, stages, tiles, work_tiles
+from .launch import TILE, bind_div8, ctas, overlaps_prepare, parts, stages, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
 """A chunk as the loader describes it where checkpoints cut sequences: its first token, its tokens, the slot for the
@@ -517,7 +516,7 @@ def recurrence_kernel(
     SLICES: gl.constexpr = V // BV
     if OVERLAPS:
         gdc_wait()
-    if forgets is None:
+    if forgets is None or first_segment is not None:
         PARTS: gl.constexpr = 1
     else:
         PARTS = parts
@@ -568,22 +567,6 @@ def stream_k_pays(problem: ChunkProblem, ctas: int) -> bool:
     return 1 < waves < MOST_WAVES and any(n > 1 and n < FULL_WAVE * math.ceil(n) for n in (waves, last))
 
 
-def may_begin_afresh(problem: ChunkProblem) -> bool:
-    """Says whether a work tile may begin where a chunk forgets: not in what the backward pass will compute again, nor in what
-    must not depend on the batch, nor where states inside a sequence are asked for."""
-    own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1 or problem.operation != "chunk"
-    inside = problem.return_intermediate_states or problem.checkpoints > 0 or problem.checkpoint_every > 0
-    return problem.split == AUTO and not own and not inside
-
-
-def parts(problem: ChunkProblem, device: torch.device) -> int:
-    """Parts of each sequence, if it is not split, that SMs would be idle without. In a pool the last one might store the final
-    state before the first has read the initial one."""
-    # no more than `TileScheduler` can tell
-    at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), 32)
-    return max(at_once, 1) if may_begin_afresh(problem) and not problem.has_pool else 1
-
-
 def recurrence(
     call: StageCall,
     o: Tensor | None,
@@ -606,8 +589,7 @@ def recurrence(
         # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
         STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
         STREAM_K=not call.may_split and stream_k_pays(problem, most),
-        parts=1 if call.may_split or "forgets" not in call.workspace else parts(problem, t.v.device),
-        **dict(STEPS=steps, OVERLAPS=overlaps),
+        **dict(parts=parts(problem, t.v.device, call.may_split), STEPS=steps, OVERLAPS=overlaps),
     )
     return Launch(
         recurrence_kernel,

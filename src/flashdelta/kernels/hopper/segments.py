@@ -31,8 +31,8 @@ from .device.pipeline import make_ring
 from .device.portable import chunks_of, planned_segments, sequence_slot, span_count, state_offsets, states_fit
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
-from .launch import MOST_CTAS, TILE, bind_div8, ctas, stages, tiles
-from .recurrence import may_begin_afresh, new_values, parts, rows_of_step
+from .launch import MOST_CTAS, TILE, bind_div8, ctas, may_begin_afresh, parts, stages, tiles
+from .recurrence import new_values, rows_of_step
 
 
 @gluon.jit
@@ -306,8 +306,7 @@ def split_layout(problem: ChunkProblem, device: torch.device, steps: bool = Fals
     """Layout of what the stages of a split leave for each other, if sequences may be split. `forgets [chunks, HV]`: 1 for
     chunks that forget all before them, if work tiles may begin there."""
     found = {} if steps else segment_layout(problem, segments_of_call(problem, room(problem, device), SPLIT_COSTS))
-    # with unbounded gates `prepare_steps` would spill, and `prepare` with K = 64 wait for each MMA (C7511)
-    if problem.safe_gate and may_begin_afresh(problem) and (found or parts(problem, device) > 1):
+    if may_begin_afresh(problem) and (found or parts(problem, device) > 1):
         return {**found, "forgets": ((problem.B * problem.slots * problem.HV,), torch.int32)}
     return found
 

@@ -232,20 +232,6 @@ def larger(x, y):
 
 
 @gluon.jit
-def product_pairs(x, y):
-    """Products of the two bf16 in each int32."""
-    asm: gl.constexpr = "mul.bf16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def larger_pairs(x, y):
-    """The larger ones, in size, of the two bf16 in each int32, or NaN; their signs mean nothing."""
-    asm: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def round_pairs(x):
     """`x` in bf16, two at a time: alone, a conversion takes four times as long."""
     asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"

@@ -256,7 +256,7 @@ class TileScheduler:
     def _part(self, place, chunks, slot, head):
         """Chunks `[first, stop)` of part `place` of a sequence that begins in chunk slot `slot`, with the parts after it that
         do not begin afresh, none if it does not itself; `stop` is 0 at the sequence's end. Each warp asks for all parts."""
-        length = gl.maximum((chunks + self.parts - 1) // self.parts, SHORTEST)
+        length = part_length(chunks, self.parts)
         part = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         afresh = self._forgets(slot + part * length, head, (part > 0) & (part * length < chunks))
         fresh = gl.max(gl.where(part == place, afresh, 0), axis=0)
@@ -417,12 +417,13 @@ def last_chunks_first(HV, BY_HEAD):
 
 @gluon.jit
 def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, SELECT=False):
-    """Batch row, first token and token count of a chunk slot; 0 or less if it has no chunk. `SELECT`: of sequences of
-    one length the slots before the row's are taken off by a select, without which ptxas of Triton 3.6 serialises the MMAs of
-    `prepare` with unbounded gates."""
+    """Batch row, first token and token count of a chunk slot; 0 or less if it has no chunk; the first token of its sequence.
+    `SELECT`: of sequences of one length the slots before the row's are taken off by a select, without which ptxas of Triton 3.6
+    serialises the MMAs of `prepare` with unbounded gates."""
     before = slots
     if cu_seqlens is None:
         bounds: gl.constexpr = None
+        begin: gl.constexpr = 0
         n = 0
         if slot >= slots:  # a division takes as long as dozens of other instructions
             n = slot // slots
@@ -432,7 +433,25 @@ def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T
     else:
         n, begin, end = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
         bounds = (begin, end)
-    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, before, T, C, gl.int32, bounds)
+    batch, start, count = chunk_of_sequence(
+        cu_seqlens, checkpoint_offsets, checkpoints, n, slot, before, T, C, gl.int32, bounds
+    )
+    return batch, start, count, begin
+
+
+@gluon.jit
+def part_length(chunks, parts):
+    """Chunks of a part of a sequence that has so many and is not split."""
+    return gl.maximum((chunks + parts - 1) // parts, SHORTEST)
+
+
+@gluon.jit
+def may_end_part(start, count, parts):
+    """Says whether a work tile may begin after the chunk at token `start` of a sequence that has `count` tokens from there on:
+    with 0 `parts`, which are segments that the kernel does not know, after any."""
+    passed = start // C + 1
+    length = part_length(passed + (count - 1) // C, parts)
+    return (parts == 0) | ((count > C) & (passed % length == 0))
 
 
 @gluon.jit
