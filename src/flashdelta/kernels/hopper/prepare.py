@@ -844,7 +844,7 @@ def prepare_kernel(
         )
     else:
         upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
-    if not SAFE:
+    if not SAFE or forgets is not None:
         # anew: they would be spilled
         betas = buffers.beta.load(gl.SliceLayout(1, ACC))
     minus_A, Aqk = minus_A_and_Aqk(upper, lower, right, betas, half_row, half_column)

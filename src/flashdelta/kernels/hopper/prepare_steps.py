@@ -436,7 +436,8 @@ def largest_of_rows(tile_s, factors_s):
     KH: gl.constexpr = tile_s.shape[0] // 64
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 32], [1, 16, 2], [2, 2, 1], [2, 1, 0])
     for h in gl.static_range(KH):
-        x = gl.abs(widen(tile_s.slice(64 * h, 64).reshape([2, 32, 64]).load(ROWS)))
+        half_s = reinterpret(tile_s, gl.bfloat16, [KH, 64, 64], TILE).index(h)
+        x = gl.abs(widen(half_s.reshape([2, 32, 64]).load(ROWS)))
         if factors_s is not None:
             factors_h = reinterpret(factors_s, gl.float32, [KH, 128], FLAT).index(h).reshape([2, 64])
             x *= factors_h.load(gl.SliceLayout(1, ROWS))[:, None, :]
