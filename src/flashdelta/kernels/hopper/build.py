@@ -29,6 +29,7 @@ from .fused_decode import fused_kda_decode
 from .intra import intra
 from .launch import TILE, aligned, layout, prepare_inputs, prepare_wy_inputs, steps_layout
 from .prepare import prepare
+from .prepare_scalar import prepare_scalar
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence
 from .reverse import reverse
@@ -46,7 +47,8 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan | None:
         t, copies = prepare_wy_inputs(t)
     elif isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors):
         steps = problem.operation == "chunk" and not problem.keeps and in_steps(problem, room(problem, t.device))
-        stages = stages_of(problem, t, arch, steps)
+        scalar = problem.operation == "chunk" and not problem.keeps and t.g.stride(-1) == 0
+        stages = stages_of(problem, t, arch, steps and not scalar, scalar)
         if problem.operation == "chunk" + BACKWARD:
             return backward_pass.backward(stages)
         if problem.keeps:
@@ -81,13 +83,13 @@ def in_steps(problem: ChunkProblem, transitions_at_once: int) -> bool:
     return STEPS_FROM[problem.K, forms_transitions] <= problem.HV and whole and plain and inputs
 
 
-def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
+def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False, scalar: bool = False) -> StageSet:
     """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
-    t, copies = prepare_inputs(t)
+    t, copies = prepare_inputs(t, scalar)
     wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
     return StageSet(
         *(problem, t, copies, wanted, arch),
-        *(prepare_steps if steps else prepare, before_segments),
+        *(prepare_steps if steps else prepare_scalar if scalar else prepare, before_segments),
         functools.partial(outgoing, steps=steps),
         functools.partial(recurrence, steps=steps),
         *(reverse, wy, intra),

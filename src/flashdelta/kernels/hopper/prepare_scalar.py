@@ -1,0 +1,241 @@
+"""Stage `prepare` for one decay per row and value head. One CTA of 4 warps per (chunk, value head).
+
+Contract: as `prepare.py`, with g `[B, T, HV]`, any decays. With G the sums of log decays from the chunk's start, the gate and
+the L2 norm are factors of rows, and keys and queries enter products as they come:
+
+    A   = strict_lower(beta_i nk_i nk_j <k_i, k_j> exp(G_i - G_j))      nk = 1 / |k|
+    Aqk = lower(nq_i nk_j <q_i, k_j> exp(G_i - G_j))                    nq = scale / |q|
+
+No exponent is above 0, so no pair needs a reference between its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from ...problem.problem import ChunkProblem
+from ...program.launch import Launch
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import StageCall, bind
+from .device.compat import aggregate, reinterpret
+from .device.layouts import ACC, LEFT, store_tile
+from .device.math import (
+    LOWEST,
+    beta_value,
+    exp2,
+    gate,
+    gate_bias,
+    gate_unit,
+    last,
+    round_pairs,
+    wide,
+    widen,
+)
+from .device.portable import L2_EPS, decay_rate
+from .device.stream_k import add
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first
+from .launch import FLAGS, overlaps_prepare, stride_div8
+from .prepare import FLAT, TILE, copy_tokens, inverse, weighted
+from .segments import SPLIT_COSTS, plan_segments, room
+
+LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+"""A value of each of 64 rows; every warp has all."""
+
+
+@aggregate
+class Scratch:
+    """Shared memory of `inverse`."""
+
+    right0: gl.shared_memory_descriptor
+    right1: gl.shared_memory_descriptor
+    small: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def rights(self, block: gl.constexpr):
+        return reinterpret(self.right0 if block == 0 else self.right1, gl.bfloat16, [2, 64, 64], TILE)
+
+
+@gluon.jit
+def row_norms(x_s, scale, KH, L2NORM):
+    """`scale / sqrt(sum x^2 + eps)` of the rows, or `scale`."""
+    row_l: gl.constexpr = gl.SliceLayout(1, ACC)
+    factor = gl.full((64,), 1.0, gl.float32, layout=row_l)
+    if L2NORM:
+        total = gl.zeros((64, 64), gl.float32, layout=ACC)
+        for h in gl.static_range(KH):
+            x = widen(gl.convert_layout(x_s.index(h).load(LEFT), ACC, assert_trivial=True))
+            total += x * x
+        factor = gl.rsqrt(gl.sum(total, axis=1) + L2_EPS)
+    return factor * scale
+
+
+@gluon.jit
+def store_scaled(tiles, x_s, factor, KH):
+    """The rows times their factors, by halves of the channels."""
+    for h in gl.static_range(KH):
+        x = widen(gl.convert_layout(x_s.index(h).load(LEFT), ACC, assert_trivial=True))
+        store_tile(tiles + h * 4096, x * factor[:, None], 0)
+
+
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
+def prepare_scalar_kernel(
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
+    tiles, decay, semaphores, first_segment, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
+    q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
+    g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
+    room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
+    K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
+    FLAGS: gl.constexpr, COSTS: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
+    """One chunk and value head; * goes to memory:
+
+    k, q [64, K]      by cp.async; meanwhile G [64]                   * decay = exp(G_C), for every channel
+    k k^T, q k^T      wgmma; meanwhile the rows' norms                * qg = nq exp(G) q, kg = nk exp(G_C - G) k
+    -A, Aqk [64, 64]  their pairs times exp(G_i - G_j)                * Aqk
+    inverse           of `prepare.py`, times diag(beta)               * inverse
+    -w [64, K]        wgmma: inverse (nk exp(G)), in two parts, by k  * -w
+    """
+    KH: gl.constexpr = K // 64
+    row_l: gl.constexpr = gl.SliceLayout(1, ACC)
+    column_l: gl.constexpr = gl.SliceLayout(0, ACC)
+    head, slot, tile = last_chunks_first(HV, False)
+    if OVERLAPS:
+        gdc_launch_dependents()
+    if first_segment is not None:
+        # as in `prepare_kernel`
+        plans = gl.program_id(0) == 0
+        if plans:
+            plan_segments(
+                *(cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints),
+                *(room, split, batch_invariant, COSTS),
+            )
+            return
+    if tile == 0:
+        # `recurrence` counts up from zero
+        flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(semaphores + flag, flag * 0)
+    # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
+    rate = decay_rate(A_log, head, volatile=True)
+    bias = 0.0
+    if dt_bias is not None:
+        bias = gate_bias(gl.load(dt_bias + head * K, volatile=True).to(gl.float32), rate, GATE)
+    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
+    if count <= 0:
+        return
+    batch = batch.to(gl.int32)
+    start = start.to(gl.int32)
+    count = gl.minimum(count, 64).to(gl.int32)
+    qk_head = head
+    if group > 1:
+        qk_head = head // group
+    # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
+    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
+    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
+    g += wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)
+    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    chunk = tile.to(gl.int64)
+    tiles += chunk * ((3 * KH + 2) * 4096)
+    decay += chunk * K
+
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    right0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    right1 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
+    small = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    G_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    norm_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    beta_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+
+    line = gl.arange(0, 64, layout=LINE)
+    row = gl.arange(0, 64, layout=row_l)
+    x = gl.load(g + line * g_token, mask=line < count, other=0.0, volatile=True).to(gl.float32)
+    betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
+    copy_tokens(k_s, k, k_token, count, 64)
+    copy_tokens(q_s, q, q_token, count, 64)
+    async_copy.commit_group()
+
+    step = gate(x, bias, rate, GATE) * gate_unit(rate, lower_bound, GATE)
+    step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
+    # nothing decays past the end
+    line_G = gl.associative_scan(gl.where(line < count, step, 0.0), 0, add)
+    whole = gl.reduce(line_G, 0, last)
+    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(decay + channel, exp2(whole + channel * 0.0))
+    G_s.store(line_G)
+    betas = gl.where(row < count, beta_value(betas, BETA), 0.0)
+    beta_s.store(betas)
+
+    k_s = reinterpret(k_s, gl.bfloat16, [KH, 64, 64], TILE)
+    q_s = reinterpret(q_s, gl.bfloat16, [KH, 64, 64], TILE)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    zero = gl.zeros((64, 64), gl.float32, layout=ACC)
+    kk = zero
+    qk = zero
+    for h in gl.static_range(KH):
+        k_t = k_s.index(h).permute((1, 0))
+        kk = warpgroup_mma(k_s.index(h), k_t, kk, use_acc=h > 0, is_async=True)
+        qk = warpgroup_mma(q_s.index(h), k_t, qk, use_acc=h > 0, is_async=True)
+    norm_k = row_norms(k_s, 1.0, KH, L2NORM)
+    norm_q = row_norms(q_s, scale, KH, L2NORM)
+    norm_s.store(norm_k)
+    G = G_s.load(row_l)
+    store_scaled(tiles + KH * 4096, q_s, norm_q * exp2(G), KH)
+    store_scaled(tiles + 2 * KH * 4096, k_s, norm_k * exp2(whole - G), KH)
+    kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
+
+    i = row[:, None]
+    j = gl.arange(0, 64, layout=column_l)[None, :]
+    # pairs i < j may have overflowed
+    mask = exp2(G[:, None] - G_s.load(column_l)[None, :]) * norm_s.load(column_l)[None, :]
+    Aqk = gl.where(i >= j, qk * mask * norm_q[:, None], 0.0)
+    minus_A = gl.where(i > j, kk * mask * (betas * -norm_k)[:, None], 0.0)
+    store_tile(tiles + (3 * KH + 1) * 4096, Aqk, 0)
+
+    X = inverse(minus_A, Scratch(right0, right1, small))
+    weights = X * beta_s.load(column_l)[None, :]
+    store_tile(tiles + 3 * KH * 4096, round_pairs(weights), 0)
+    # in two parts: rows of weights alternate in sign where keys repeat
+    weights *= (exp2(G_s.load(column_l)) * -norm_s.load(column_l))[None, :]
+    high = round_pairs(weights)
+    low = gl.convert_layout((weights - high.to(gl.float32)).to(gl.bfloat16), LEFT, assert_trivial=True)
+    high = gl.convert_layout(high, LEFT, assert_trivial=True)
+    w = weighted(high, low, k_s.index(0), zero, False)
+    if KH == 2:
+        w_right = weighted(high, low, k_s.index(1), zero, False)
+        w, w_right, high, low = warpgroup_mma_wait(0, deps=[w, w_right, high, low])
+        store_tile(tiles + 4096, w_right, 0)
+    else:
+        w, high, low = warpgroup_mma_wait(0, deps=[w, high, low])
+    store_tile(tiles, w, 0)
+
+
+def stride(name: str, x: object, axis: int) -> int:
+    """As `stride_div8`, with g in elements."""
+    return stride_div8("beta" if name == "g" else name, x, axis)
+
+
+def prepare_scalar(call: StageCall) -> Launch:
+    problem: ChunkProblem = call.problem
+    plan = call.workspace["first_segment"] if call.forms_segments else None
+    own = dict(
+        **call.left("tiles", "decay", "semaphores"),
+        **dict(first_segment=plan, room=room(problem, call.t.q.device)),
+        **dict(FLAGS=FLAGS, COSTS=astuple(SPLIT_COSTS), OVERLAPS=plan is not None or overlaps_prepare(call)),
+    )
+    chunks = problem.B * problem.slots * problem.HV if problem.N > 0 else 0
+    return Launch(
+        prepare_scalar_kernel,
+        chunks + (plan is not None),
+        *bind(prepare_scalar_kernel, problem, call.t, own, stride),
+        num_warps=4,
+        max_registers=168,  # three CTAs on an SM
+    )
