@@ -34,7 +34,9 @@ from .device.math import (
     gate_unit,
     last,
     log2,
+    round_pairs,
     wide,
+    widen,
 )
 from .device.portable import decay_rate
 from .device.stream_k import add
@@ -205,8 +207,8 @@ def prepare_scalar_kernel(
     store_tile(tiles + 3 * KH * 4096, X * beta_s.load(column_l)[None, :], 0)
     # in two parts: rows of weights alternate in sign where keys repeat
     weights = X * w_s.load(column_l)[None, :]
-    high = weights.to(gl.bfloat16)
-    low = gl.convert_layout((weights - high.to(gl.float32)).to(gl.bfloat16), LEFT, assert_trivial=True)
+    high = round_pairs(weights)
+    low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
     high = gl.convert_layout(high, LEFT, assert_trivial=True)
     w = weighted(high, low, k_s.index(0), zero, False)
     if KH == 2:
