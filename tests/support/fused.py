@@ -64,6 +64,7 @@ FUSED_STEPS = [
     FusedStep("parts", "weights of q, k and v side by side", weights="parts", HV=2, H=2, null_index="non_positive"),
     FusedStep("page", "window and state of a slot in one page", order="page", gap=8, HV=2),
     FusedStep("softplus", "Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit", order="channel"),
+    FusedStep("scalar", "one decay for all channels", scalar=True, gate="softplus", H=1, HV=2),
     FusedStep("none", "raw_g is the log decay, beta a value", gate="none", beta="value"),
     FusedStep("k_first", "the other layout of states", v_first=False, K=64, V=32, H=2, HV=4),
     FusedStep("no_norm", "q and k as they come, another scale", l2norm=False, scale=0.3),
@@ -130,6 +131,7 @@ FUSED_STEPS = [
         "spec_16", "as many drafts as there may be", T=17, spec=16, B=1, indices=rows_of(1, 17), slots=17, accepted=(9,)
     ),
     FusedStep("replay", "records instead of states", **REPLAY, accepted=(1, 4, 2), HV=2),
+    FusedStep("replay_scalar", "records of one decay", **REPLAY, accepted=(1, 4, 2), scalar=True),
     FusedStep("replay_gva8", "the same for eight value heads", **REPLAY, accepted=(1, 4, 2), HV=8, state=BF16),
     FusedStep("replay_long", "a row too short", **REPLAY | {"lengths": (4, 5, 2)}, accepted=(1, 4, 2)),
     FusedStep(

@@ -47,8 +47,7 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan | None:
         t, copies = prepare_wy_inputs(t)
     elif isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors):
         steps = problem.operation == "chunk" and not problem.keeps and in_steps(problem, room(problem, t.device))
-        scalar = problem.operation == "chunk" and not problem.keeps and t.g.stride(-1) == 0
-        stages = stages_of(problem, t, arch, steps and not scalar, scalar)
+        stages = stages_of(problem, t, arch, steps)
         if problem.operation == "chunk" + BACKWARD:
             return backward_pass.backward(stages)
         if problem.keeps:
@@ -78,14 +77,15 @@ def in_steps(problem: ChunkProblem, transitions_at_once: int) -> bool:
     only its sequences were longer keeps its chunks, as does what the backward pass will compute again."""
     whole = problem.split == 1 or (problem.split == AUTO and (transitions_at_once == 0 or problem.K == 64))
     plain = not problem.return_intermediate_states and not problem.requires_grad
-    inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm
+    inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm and not problem.scalar_decay
     forms_transitions = problem.ranks > 1 and not problem.relays
     return STEPS_FROM[problem.K, forms_transitions] <= problem.HV and whole and plain and inputs
 
 
-def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False, scalar: bool = False) -> StageSet:
+def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
     """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
-    t, copies = prepare_inputs(t, scalar)
+    scalar = problem.scalar_decay and problem.operation == "chunk" and not problem.keeps
+    t, copies = prepare_inputs(t, ("g", "dt_bias") if scalar else ())
     wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
     return StageSet(
         *(problem, t, copies, wanted, arch),

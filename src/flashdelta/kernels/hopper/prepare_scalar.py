@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall, bind
+from ..stages.launch import StageCall, bind, chunks
 from .device.compat import aggregate, reinterpret
 from .device.layouts import ACC, LEFT, store_tile
 from .device.math import (
@@ -86,13 +86,13 @@ def store_scaled(tiles, x_s, factor, KH):
         store_tile(tiles + h * 4096, scaled(x, high[:, None], low[:, None]), 0)
 
 
-@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
+@gluon.jit(do_not_specialize=(*SCALARS_AND_STRIDES, "dt_bias_head"))
 def prepare_scalar_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     tiles, decay, semaphores, first_segment, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
-    g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
+    g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32, dt_bias_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
     room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
     K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
@@ -129,7 +129,7 @@ def prepare_scalar_kernel(
     rate = decay_rate(A_log, head, volatile=True)
     bias = 0.0
     if dt_bias is not None:
-        bias = gate_bias(gl.load(dt_bias + head * K, volatile=True).to(gl.float32), rate, GATE)
+        bias = gate_bias(gl.load(dt_bias + wide(head, dt_bias_head), volatile=True).to(gl.float32), rate, GATE)
     batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
@@ -220,23 +220,22 @@ def prepare_scalar_kernel(
     store_tile(tiles, w, 0)
 
 
-def stride(name: str, x: object, axis: int) -> int:
-    """As `stride_div8`, with g in elements."""
-    return stride_div8("beta" if name == "g" else name, x, axis)
+def stride(name: str, x: Tensor, axis: int) -> int:
+    """As `stride_div8`, with those of g and `dt_bias` in elements."""
+    return x.stride(0) if name == "dt_bias" else stride_div8("beta" if name == "g" else name, x, axis)
 
 
 def prepare_scalar(call: StageCall) -> Launch:
-    problem: ChunkProblem = call.problem
+    problem = call.problem
     plan = call.workspace["first_segment"] if call.forms_segments else None
     own = dict(
         **call.left("tiles", "decay", "semaphores"),
         **dict(first_segment=plan, room=room(problem, call.t.q.device)),
         **dict(FLAGS=FLAGS, COSTS=astuple(SPLIT_COSTS), OVERLAPS=plan is not None or overlaps_prepare(call)),
     )
-    chunks = problem.B * problem.slots * problem.HV if problem.N > 0 else 0
     return Launch(
         prepare_scalar_kernel,
-        chunks + (plan is not None),
+        chunks(problem) + (plan is not None),
         *bind(prepare_scalar_kernel, problem, call.t, own, stride),
         num_warps=4,
         max_registers=168,  # three CTAs on an SM
