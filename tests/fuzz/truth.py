@@ -100,7 +100,7 @@ def front(c: dict, l2norm: bool, logits: str = "use_beta_sigmoid_in_kernel") -> 
     beta = c["beta"]
     if c.get(logits):
         beta = torch.sigmoid(beta) * (2.0 if c.get("allow_neg_eigval") else 1.0)
-    return q * scale, k, v, log_decay(c), beta
+    return q * scale, k, v, log_decay(c).expand_as(k), beta
 
 
 def recur(S: Tensor, tokens: tuple[Tensor, ...], s: tuple = (...,)) -> tuple[Tensor, Tensor, list[Tensor]]:
