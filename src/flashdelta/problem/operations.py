@@ -653,6 +653,7 @@ def validate_fused_decode(c: Arguments) -> Made:
     check_name("null_index", c.null_index, *NULL_INDICES)
     check_spec_tokens(c.num_spec_tokens)
     epsilon("norm_eps", c.norm_eps)
+    check_name("output_activation", c.output_activation, *NORM_GATES)
     c.use_gate_in_kernel = c.gate is None  # always, where the call names no other
     gate = check_gate(c, "beta_is_logit")
     c.needs("num_accepted_tokens", "num_spec_tokens")

@@ -556,9 +556,10 @@ class StepProblem(AttentionProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedProblem(StepProblem):
-    """A step of the layer: `taps` of the convolution, `eps` of the norm."""
+    """A step of the layer: `taps` of the convolution, `eps` of the norm, `output_activation` of its gate."""
 
     eps: float
+    output_activation: str
     taps: int = derived(lambda t: t.weight.shape[-1])
 
 

@@ -85,7 +85,7 @@ def in_steps(problem: ChunkProblem, transitions_at_once: int) -> bool:
 def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
     """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
     scalar = problem.scalar_decay and problem.operation == "chunk" and not problem.keeps
-    t, copies = prepare_inputs(t, ("g", "dt_bias") if scalar else ())
+    t, copies = prepare_inputs(portable.one_channel(t) if scalar else t)
     wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
     return StageSet(
         *(problem, t, copies, wanted, arch),

@@ -76,15 +76,11 @@ def aligned(x: torch.Tensor, unit: int = 8) -> bool:
     return inner == 1 and x.data_ptr() % 16 == 0 and all([s % unit == 0 for s in outer]) and near(x, 8)
 
 
-def prepare_inputs(t: ChunkTensors, in_place: tuple[str, ...] = ()) -> tuple[ChunkTensors, list[Launch]]:
-    """Lays out inputs so that the kernels can read them. Those `in_place` may have any strides."""
-
-    def others_of(*roles: str) -> tuple[str, ...]:
-        return tuple(role for role in roles if role not in in_place)
-
-    t, of_beta = laid_out(t, ("beta", *in_place), lambda x: near(x, 1))
-    t, others = laid_out(t, others_of(*portable.DENSE, *portable.DENSE_TOO["chunk"]))
-    t, of_rows = read(t, others_of(*portable.ROWS), aligned)
+def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
+    """Lays out inputs so that the kernels can read them."""
+    t, of_beta = laid_out(t, ("beta", "g"), lambda x: x.dim() == 4 or near(x, 1))
+    t, others = laid_out(t, (*portable.DENSE, *portable.DENSE_TOO["chunk"]))
+    t, of_rows = read(t, portable.ROWS, lambda x: x.dim() == 3 or aligned(x))
     return t, of_beta + others + of_rows
 
 

@@ -86,13 +86,13 @@ def store_scaled(tiles, x_s, factor, KH):
         store_tile(tiles + h * 4096, scaled(x, high[:, None], low[:, None]), 0)
 
 
-@gluon.jit(do_not_specialize=(*SCALARS_AND_STRIDES, "dt_bias_head"))
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_scalar_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
     tiles, decay, semaphores, first_segment, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
-    g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32, dt_bias_head: gl.int32,
+    g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
     room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
     K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
@@ -129,7 +129,7 @@ def prepare_scalar_kernel(
     rate = decay_rate(A_log, head, volatile=True)
     bias = 0.0
     if dt_bias is not None:
-        bias = gate_bias(gl.load(dt_bias + wide(head, dt_bias_head), volatile=True).to(gl.float32), rate, GATE)
+        bias = gate_bias(gl.load(dt_bias + head, volatile=True).to(gl.float32), rate, GATE)
     batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
@@ -221,8 +221,8 @@ def prepare_scalar_kernel(
 
 
 def stride(name: str, x: Tensor, axis: int) -> int:
-    """As `stride_div8`, with those of g and `dt_bias` in elements."""
-    return x.stride(0) if name == "dt_bias" else stride_div8("beta" if name == "g" else name, x, axis)
+    """As `stride_div8`, with those of g in elements."""
+    return stride_div8("beta" if name == "g" else name, x, axis)
 
 
 def prepare_scalar(call: StageCall) -> Launch:
