@@ -399,7 +399,7 @@ def decoding(d: Drawing) -> None:
 
 def mix(d: Drawing) -> None:
     """q, k and v in one row."""
-    rows, parts = d.B * d.T, [d.spec.numbers.pop(name) for name in "qkv"]
+    parts = [d.spec.numbers.pop(name) for name in "qkv"]
     for name in "qkv":
         del d.spec.places[name]
 
@@ -550,6 +550,7 @@ def fused_decoding(d: Drawing) -> None:
     d.add("weight", normal(*taps, scale=0.5), d.either())
     if chance(variant, 0.5):
         d.add("bias", normal(D), d.wide)
+    options["output_activation"] = variant.choice(("sigmoid", "silu"))
     gate = d.gate("beta_is_logit")
     options.pop("use_gate_in_kernel", None)
     channels = () if chance(variant, 0.25) else (d.K,)

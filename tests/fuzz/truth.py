@@ -476,7 +476,7 @@ def fused(c: dict) -> list[Claim]:
     x, windows, state = c["x"], c["conv_state"], c["state"]
     S1, packed = 1 + (c.get("num_spec_tokens") or 0), c.get("cu_seqlens") is not None
     leading = (1, len(x)) if packed else (len(x) // S1, S1)
-    HV, V, K = state.shape[1:] if c.get("state_v_first", True) else (state.shape[1], state.shape[3], state.shape[2])
+    HV, V = state.shape[1], state.shape[2 if c.get("state_v_first", True) else 3]
     taps = c["weight"].mT if c["weight"].dim() == 3 and c["weight"].shape[1] != 1 else c["weight"]
     taps = taps.reshape(x.shape[1], -1)
     W = taps.shape[1]
@@ -502,11 +502,14 @@ def fused(c: dict) -> list[Claim]:
     step = {name: c[name] for name in OF_THE_STEP if name in c} | {"use_gate_in_kernel": True, "mixed_qkv": mixed}
     step |= {"lower_bound": c.get("lower_bound", -5.0), "beta_is_logit": c.get("beta_is_logit", True)}
     step |= {"num_spec_tokens": S1 - 1}  # a sequence of more tokens has no output, and stores nothing
-    step |= {"g": c["raw_g"].reshape(len(x), c["raw_g"].numel() // max(len(x), 1)), "beta": c["raw_beta"].reshape(len(x), HV)}
+    step |= {
+        "g": c["raw_g"].reshape(len(x), c["raw_g"].numel() // max(len(x), 1)),
+        "beta": c["raw_beta"].reshape(len(x), HV),
+    }
     step |= {"initial_state": state, "update_state": c.get("intermediate_states") is None}
     step |= {"ssm_state_indices": indices if drafts else indices[:, 0]}
     step |= {"num_accepted_tokens": c.get("num_accepted_tokens")} if drafts else {}
-    gate = c["output_gate"].reshape(*leading, HV, V).sigmoid()
+    gate = ACTIVATIONS[c.get("output_activation", "sigmoid")](c["output_gate"].reshape(*leading, HV, V))
     claims = [*stored.claims.values()]
     for claim in decode(step):
         if claim.target == "o" and not claim.exact:

@@ -188,11 +188,15 @@ HARD_CASES = [
 ]
 
 SCALAR_CASES = [
-    Case("scalar", "one decay for all channels, up to exp(-50)", T=150, H=1, HV=4, beta="logit", state=FP32, scalar=True),
+    Case(
+        "scalar", "one decay for all channels, up to exp(-50)", T=150, H=1, HV=4, beta="logit", state=FP32, scalar=True
+    ),
     Case("scalar_softplus", "Qwen's gate", gate="softplus", beta="logit", wide_gate=True, scalar=True),
     Case("scalar_bounded", "dt_bias by value head", T=66, scalar=True, **BOUNDED),
     Case("scalar_plain", "no parameters, no norm", gate="logsigmoid", l2norm=False, v_first=True, scalar=True),
-    Case("scalar_packed", "packed, with h", lengths=(17, 0, 64, 1, 65), state=FP32, h=True, gate="softplus", scalar=True),
+    Case(
+        "scalar_packed", "packed, with h", lengths=(17, 0, 64, 1, 65), state=FP32, h=True, gate="softplus", scalar=True
+    ),
     Case("scalar_same_keys", "keys repeat", T=130, hard="same_keys_2", safe=True, ill_conditioned=True, scalar=True),
     Case("scalar_forget", "g = -inf at some tokens", T=129, hard="forget", scalar=True),
     Case("scalar_alternating", "prefix sums cancel", T=129, hard="g_alternating", scalar=True),

@@ -211,7 +211,9 @@ STEPS = [
         rows="slots",
         gap=32,
     ),
-    Step("verify_scalar", "one decay a token", **TWO_DRAFTS, update=False, indices=(3, -1, 1), rows="slots", scalar=True),
+    Step(
+        "verify_scalar", "one decay a token", **TWO_DRAFTS, update=False, indices=(3, -1, 1), rows="slots", scalar=True
+    ),
     Step("verify_long", "too long for its row", **PACKED_VERIFY | {"lengths": (3, 4, 2)}, rows=(2, 0, 1)),
     Step("verify_rows", "in rows of a smaller buffer", **PACKED_VERIFY, rows=(1, 0, -1), state=BF16, v_first=False),
     Step(

@@ -58,7 +58,7 @@ def by_operators(call: dict, backend: str) -> torch.Tensor:
     given = tokens | states | {name: call[name] for name in names}
     o, _ = fd.recurrent_kda(mixed_qkv=mixed[:, 0], **given, backend=backend)
     z = call["output_gate"].reshape(o.shape)
-    return fd.gated_rms_norm(o, z, call["norm_weight"], eps=EPS, backend=backend)
+    return fd.gated_rms_norm(o, z, call["norm_weight"], eps=EPS, activation=call["output_activation"], backend=backend)
 
 
 ROWS = ("x", "raw_g", "raw_beta", "output_gate")

@@ -87,7 +87,10 @@ def test_signatures_are_flas(op):
     ("changes", "message"),
     [
         ({"g": torch.zeros(1, 70, 2, 32).double()}, r"g must be of shape \[B, T, HV\]"),
-        ({"g": torch.zeros(1, 70, 3).double()}, r"g must be of shape \[B, T, HV, K\] = .* or \[B, T, HV\] = \[1, 70, 2\]"),
+        (
+            {"g": torch.zeros(1, 70, 3).double()},
+            r"g must be of shape \[B, T, HV, K\] = .* or \[B, T, HV\] = \[1, 70, 2\]",
+        ),
         ({"g": None}, r"g must be a torch\.Tensor"),
         ({"A_log": torch.zeros(2).double()}, "A_log must be None"),
     ],

@@ -70,7 +70,8 @@ def fused_kda_decode(
             and written in place. A sequence's `W - 1` last inputs begin at place 0, or `num_accepted_tokens - 1`; places from
             0 on receive the last `W - 2` of them, then the call's tokens. `L` is `W - 1 + num_spec_tokens` or more. It may lie
             interleaved with `state` in one buffer; that the two do not overlap is for the caller to see to.
-        raw_g: `[N, HV, K]`, or `[N, HV]` as in `chunk_kda`, also flat or with a dimension of 1 before; float32 or dtype of x: the gate's input (see `gate`).
+        raw_g: `[N, HV, K]`, or `[N, HV]` for one decay of all channels, also flat or with a dimension of 1 before; float32 or
+            dtype of x: the gate's input (see `gate`).
         raw_beta: `[N, HV]`, or with a dimension of 1 before; float32 or dtype of x: the logit of the write strength.
         A_log: the gate's, as in `chunk_kda`.
         dt_bias: the gate's, as in `chunk_kda`.
@@ -117,8 +118,8 @@ def fused_kda_decode(
         cu_seqlens, num_accepted_tokens, intermediate_states, intermediate_state_indices,
     )  # fmt: skip
     options = (
-        lower_bound, norm_eps, output_activation, scale, gate, use_qk_l2norm_in_kernel, beta_is_logit, allow_neg_eigval, num_spec_tokens,
-        state_v_first, null_index, backend,
+        lower_bound, norm_eps, output_activation, scale, gate, use_qk_l2norm_in_kernel, beta_is_logit, allow_neg_eigval,
+        num_spec_tokens, state_v_first, null_index, backend,
     )  # fmt: skip
     return _dispatch(tensors, options)["o"]
 

@@ -314,7 +314,7 @@ def check_gradients(c: Arguments, no_gradients: str | None) -> None:
 
 def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> dict[str, Any]:
     """The settings of attention. Brings the gate's input and parameters into the shape by head (and channel)."""
-    rows, c.A_log, c.dt_bias = gate_by_channel(getattr(c, g), c.A_log, c.dt_bias, c.sizes["K"])
+    rows, c.A_log, c.dt_bias = gate_by_channel(c.sizes["K"], getattr(c, g), c.A_log, c.dt_bias)
     setattr(c, g, rows)
     return dict(
         scale=c.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),

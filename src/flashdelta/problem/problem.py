@@ -596,7 +596,7 @@ def packet_columns(ranks: int, K: int, V: int) -> int:
 
 
 def gate_by_channel(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, K: int
+    K: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gate's input and parameters in canonical shape, as views. Of scalar decays all K channels are one."""
     HV = g.shape[2]

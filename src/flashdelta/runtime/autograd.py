@@ -14,7 +14,16 @@ from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend
 from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
-from ..problem.problem import BACKWARD, FAMILIES, AttentionProblem, Problem, Tensors, gate_by_channel, inputs_of, replaced
+from ..problem.problem import (
+    BACKWARD,
+    FAMILIES,
+    AttentionProblem,
+    Problem,
+    Tensors,
+    gate_by_channel,
+    inputs_of,
+    replaced,
+)
 from ..program.cache import Entry, LaunchCache
 
 KEPT = {"A": "Akk_inv", **{name: name for name in ("workspace", "h", "v_new", "packets", "segments")}}
@@ -53,8 +62,8 @@ class Differentiable(Entry):
         """Inputs in canonical shapes."""
         named = dict(zip(self.inputs, inputs))
         if isinstance(self.problem, AttentionProblem):
-            gate: Any = (named.get(role) for role in GATE)
-            named |= zip(GATE, gate_by_channel(*gate, self.problem.K))
+            gate: Any = [named.get(role) for role in GATE]
+            named |= zip(GATE, gate_by_channel(self.problem.K, *gate))
         return FAMILIES[type(self.problem)](**named)
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:

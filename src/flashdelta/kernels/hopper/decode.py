@@ -218,7 +218,9 @@ def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) ->
     """One token per sequence. None for few pairs of sequence and head, and where copies can't be asynchronous."""
     states = decode_states(problem, t, outputs.get("final_state"))
     many = problem.N * problem.HV > DECODE_FEW
-    if not many or not all(aligned(x, 16) for x in (t.q, t.k, *(() if problem.scalar_decay else (t.g,)), states.initial)):
+    if not many or not all(
+        aligned(x, 16) for x in (t.q, t.k, *(() if problem.scalar_decay else (t.g,)), states.initial)
+    ):
         return None
     BV = min(problem.V, 2048 // problem.K)
     ctas = problem.N * problem.HV * (problem.V // BV)

@@ -319,7 +319,9 @@ def fused_decode_kernel(
                     for i in tl.static_range(TILES):
                         of_tile = i * (V // TILES) + tl.arange(0, V // TILES)
                         record(states + t * target_step, has_row & live, i, key, of_tile, token, written[i], K)
-                store_normed(outputs + t * o_token, out, norm_weight, output_gates + t * z_token, live, eps, V, ACTIVATION)
+                store_normed(
+                    outputs + t * o_token, out, norm_weight, output_gates + t * z_token, live, eps, V, ACTIVATION
+                )
             if not EACH:
                 store_tiles(states + slot * target_pitch, state, key, live.to(tl.int32), K, V, V_FIRST, STREAM)
             roll(inputs_v, to_v, from_v, length, v_token, conv_place, live, V, W)
