@@ -74,7 +74,8 @@ class Variant:
     Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost, a norm's
     rows with heads, indices of a convolution in columns of a table. `sequences` of so many `chunks`. `T` tokens and `taps`
     are of the layer's convolution and norm, and value heads a `group` of its step; `stated`: that convolution has states.
-    `rank`: of how many, over which the sequences lie."""
+    `rank`: of how many, over which the sequences lie. `scalar`: one decay for all channels. `activation`: of the
+    layer's step."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -105,6 +106,8 @@ class Variant:
     sequences: int = 1
     chunks: int = 4
     rank: tuple[int, int] | None = None
+    scalar: bool = False
+    activation: str = "sigmoid"
     offsets: torch.dtype = torch.int32
     T: int = 256
     taps: int = 4
@@ -133,6 +136,7 @@ class Variant:
     def _shape(self) -> Given:
         """Fields of a `Case` or a `Step`, with the gate and the states."""
         options = {"gate": self.gate, "beta": "logit", "state": self.state_dtype, "v_first": self.state_v_first}
+        options["scalar"] = self.scalar
         return {"name": self.name, "why": "", **self._sizes(), **options}
 
     def _sizes(self) -> dict[str, int]:
@@ -180,6 +184,7 @@ class Variant:
         drafts = {"spec": S, "accepted": (1,) * N, "rows": "slots" if self.records else None} if S else {}
         weights = "parts" if self.group == 1 and self.K == self.V else "channels"
         sizes = {"H": self.heads // self.group, "W": self.taps, "weights": weights}
+        sizes["activation"] = self.activation
         step = FusedStep(**self._shape() | sizes, **own, **drafts, B=N, T=tokens, slots=4)
         return fused_kda_decode, on_meta(make_fused(step, self.dtype))
 
@@ -320,6 +325,7 @@ STREAM_K: Given = {"heads": 12, "sequences": 7}
 WHOLE: Given = {"sequences": 17, "split": 1}
 """So many whole sequences that no launch overlaps."""
 LOGSIGMOID: Given = {"gate": "logsigmoid"}
+SCALAR: Given = {"scalar": True}
 CHUNK_32: Given = {"chunk_size": 32}
 ONE: dict[str, Given] = {"": {}}
 
@@ -443,6 +449,14 @@ VARIANTS = (
     *variants("hopper", "", {"K64 V128 backward": BACK, "K128 V64 backward, unbounded": BACK | LOGSIGMOID,
         "K64 V64": {},
         "K64 V64 unbounded": LOGSIGMOID}, **WHOLE),
+    *variants("hopper", "K128 V128 scalar", {"": UNBOUNDED, " fixed length": UNBOUNDED | FIXED,
+        " log decays in fp32, split": DECAYS | SPLIT | {"g_dtype": FP32}}, **SCALAR),
+    *variants("hopper", "K64 V64 scalar", ONE, **SCALAR),
+    *variants("hopper decode", "K128 V128 scalar", ONE, **SCALAR, **UNBOUNDED),
+    *variants("hopper replay", "K128 V128 scalar", ONE, **SCALAR, **UNBOUNDED, spec_tokens=3),
+    *variants("hopper fused", "K128 V128 scalar", ONE, **SCALAR, **UNBOUNDED, activation="silu"),
+    *variants("decode", "K128 V128 scalar, V first", ONE, **SCALAR, **UNBOUNDED, **V_FIRST),
+    *variants("fused", "K128 V128 scalar", ONE, **SCALAR, **UNBOUNDED, activation="silu"),
     *variants("hopper decode", "", {"K128 V128, lower_bound": {}, "K64 V64, softplus": UNBOUNDED}),
     *(variant for bound, gate in (("", {}), (" unbounded", UNBOUNDED)) for variant in variants("hopper replay", "", {
         f"K128 V128{bound}": {"spec_tokens": 7}, f"K128 V128{bound} bf16": BF16_STATES | {"spec_tokens": 3},

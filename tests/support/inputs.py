@@ -281,7 +281,7 @@ def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
     if "cu_seqlens" in call:
         call["cu_seqlens"] = call["cu_seqlens"].new_empty(case.sequences + 1)
     for name in {"A_log", "dt_bias"} & call.keys():
-        call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" else 1))
+        call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" and not case.scalar else 1))
     return call
 
 
