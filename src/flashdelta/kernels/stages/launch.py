@@ -22,8 +22,6 @@ from ...problem.problem import (
     ConvolutionProblem,
     NormProblem,
     Problem,
-    StepProblem,
-    StepTensors,
     Tensors,
     replaced,
 )
@@ -180,8 +178,8 @@ ROWS = ("q", "k", "v", "g", "do")
 
 def prepare_inputs(problem: Problem, t: T) -> tuple[T, list[Launch]]:
     """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
-    pool in place; `decode` reads indices of any strides too, and those over tokens scalar decays."""
-    if isinstance(problem, StepProblem) and isinstance(t, StepTensors) and problem.scalar_decay:
+    pool in place; `decode` reads indices of any strides too."""
+    if isinstance(problem, AttentionProblem) and isinstance(t, AttentionTensors) and problem.scalar_decay:
         t = one_channel(t)
     t, copies = laid_out(t, (*DENSE, *DENSE_TOO.get(problem.operation, ("initial_state",))))
     if isinstance(problem, (ConvolutionProblem, NormProblem)):
