@@ -32,7 +32,6 @@ from .device.math import (
     gate,
     gate_bias,
     gate_unit,
-    last,
     log2,
     round_pairs,
     wide,
@@ -172,7 +171,8 @@ def prepare_scalar_kernel(
     step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
     # nothing decays past the end
     line_G = gl.associative_scan(gl.where(line < count, step, 0.0), 0, add)
-    whole = gl.reduce(line_G, 0, last)
+    # the last: lanes exchange what they add, and would not find it in order
+    whole = gl.sum(gl.where(line == 63, line_G, 0.0), axis=0)
     channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.store(decay + channel, exp2(whole + channel * 0.0))
     G_s.store(line_G)
