@@ -16,7 +16,7 @@ from dataclasses import astuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
@@ -37,11 +37,11 @@ from .device.math import (
     wide,
     widen,
 )
-from .device.portable import decay_rate
+from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, overlaps_prepare, stride_div8
-from .prepare import FLAT, TILE, copy_tokens, inverse, pair_norm_factors, weighted
+from .prepare import FLAT, GRAM, TILE, copy_tokens, inverse, weighted
 from .segments import SPLIT_COSTS, plan_segments, room
 
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
@@ -62,10 +62,23 @@ class Scratch:
 
 
 @gluon.jit
-def row_factors(x_s, L2NORM):
-    """`1 / sqrt(sum x^2 + eps)` of the rows, or 1."""
-    factor = pair_norm_factors(x_s, 1.0, True, L2NORM).reshape([64])
-    return gl.convert_layout(factor, gl.SliceLayout(1, ACC), assert_trivial=True)
+def row_factors(parts, L2NORM):
+    """`1 / sqrt(sum x^2 + eps)` of the rows, or 1; `parts [64, 64]`, left operands. The sums are the diagonal of the Gram matrix,
+    by blocks of 16 rows."""
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
+    row_l: gl.constexpr = gl.SliceLayout(2, GRAM)
+    factor = gl.full((4, 16), 1.0, gl.float32, layout=row_l)
+    if L2NORM:
+        gram = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
+        for h in gl.static_range(len(parts)):
+            x = parts[h].reshape([4, 16, 64])
+            right = gl.convert_layout(x.permute((0, 2, 1)), right_l)
+            gram = mma_v2(gl.convert_layout(x, left_l, assert_trivial=True), right, gram)
+        i = gl.arange(0, 16, layout=gl.SliceLayout(0, row_l))
+        j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, GRAM)))
+        factor = gl.rsqrt(gl.sum(gl.where(i[None, :, None] == j[None, None, :], gram, 0.0), axis=2) + L2_EPS)
+    return gl.convert_layout(factor.reshape([64]), gl.SliceLayout(1, ACC), assert_trivial=True)
 
 
 @gluon.jit
@@ -76,12 +89,12 @@ def scaled(x, high, low):
 
 
 @gluon.jit
-def store_scaled(tiles, x_s, factor, KH):
+def store_scaled(tiles, parts, factor):
     """The rows times their factors, by halves of the channels."""
     high = factor.to(gl.bfloat16)
     low = (factor - high.to(gl.float32)).to(gl.bfloat16)
-    for h in gl.static_range(KH):
-        x = gl.convert_layout(x_s.index(h).load(LEFT), ACC, assert_trivial=True)
+    for h in gl.static_range(len(parts)):
+        x = gl.convert_layout(parts[h], ACC, assert_trivial=True)
         store_tile(tiles + h * 4096, scaled(x, high[:, None], low[:, None]), 0)
 
 
@@ -147,8 +160,12 @@ def prepare_scalar_kernel(
     tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K
 
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [KH, 64, 64], TILE)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [KH, 64, 64], TILE)
+    # between copies to one memory the compiler would put a barrier
+    k_s = ()
+    q_s = ()
+    for _ in gl.static_range(KH):
+        k_s = k_s + (gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),)  # type: ignore[assignment]
+        q_s = q_s + (gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),)  # type: ignore[assignment]
     right0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
     right1 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
     small = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
@@ -160,12 +177,13 @@ def prepare_scalar_kernel(
 
     line = gl.arange(0, 64, layout=LINE)
     row = gl.arange(0, 64, layout=row_l)
+    for h in gl.static_range(KH):
+        copy_tokens(k_s[h], k + h * 64, k_token, count, 64)
+        copy_tokens(q_s[h], q + h * 64, q_token, count, 64)
+    async_copy.commit_group()
+    # behind the copies: what follows from them would be scheduled before these
     x = gl.load(g + line * g_token, mask=line < count, other=0.0, volatile=True).to(gl.float32)
     betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
-    for h in gl.static_range(KH):
-        copy_tokens(k_s.index(h), k + h * 64, k_token, count, 64)
-        copy_tokens(q_s.index(h), q + h * 64, q_token, count, 64)
-    async_copy.commit_group()
 
     step = gate(x, bias, rate, GATE) * gate_unit(rate, lower_bound, GATE)
     step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
@@ -184,18 +202,24 @@ def prepare_scalar_kernel(
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     kk = zero
     qk = zero
+    # in registers, as they are needed there, too: shared memory is the bottleneck
+    keys = ()
+    queries = ()
     for h in gl.static_range(KH):
-        k_t = k_s.index(h).permute((1, 0))
-        kk = warpgroup_mma(k_s.index(h), k_t, kk, use_acc=h > 0, is_async=True)
-        qk = warpgroup_mma(q_s.index(h), k_t, qk, use_acc=h > 0, is_async=True)
-    norm_k = row_factors(k_s, L2NORM)
-    norm_q = row_factors(q_s, L2NORM) * scale
+        keys = keys + (k_s[h].load(LEFT),)  # type: ignore[assignment]
+        queries = queries + (q_s[h].load(LEFT),)  # type: ignore[assignment]
+    for h in gl.static_range(KH):
+        k_t = k_s[h].permute((1, 0))
+        kk = warpgroup_mma(keys[h], k_t, kk, use_acc=h > 0, is_async=True)
+        qk = warpgroup_mma(queries[h], k_t, qk, use_acc=h > 0, is_async=True)
+    norm_k = row_factors(keys, L2NORM)
+    norm_q = row_factors(queries, L2NORM) * scale
     G = G_s.load(row_l)
     from_start = exp2(G)
     to_end_s.store(log2(norm_k) - G)
     w_s.store(norm_k * from_start * -betas)
-    store_scaled(tiles + KH * 4096, q_s, norm_q * from_start, KH)
-    store_scaled(tiles + 2 * KH * 4096, k_s, norm_k * exp2(whole - G), KH)
+    store_scaled(tiles + KH * 4096, queries, norm_q * from_start)
+    store_scaled(tiles + 2 * KH * 4096, keys, norm_k * exp2(whole - G))
     kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
 
     column = gl.arange(0, 64, layout=column_l)
@@ -210,9 +234,9 @@ def prepare_scalar_kernel(
     high = round_pairs(weights)
     low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
     high = gl.convert_layout(high, LEFT, assert_trivial=True)
-    w = weighted(high, low, k_s.index(0), zero, False)
+    w = weighted(high, low, k_s[0], zero, False)
     if KH == 2:
-        w_right = weighted(high, low, k_s.index(1), zero, False)
+        w_right = weighted(high, low, k_s[1], zero, False)
         w, w_right, high, low = warpgroup_mma_wait(0, deps=[w, w_right, high, low])
         store_tile(tiles + 4096, w_right, 0)
     else:
