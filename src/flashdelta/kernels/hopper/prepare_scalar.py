@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, bind, chunks
-from .device.compat import aggregate, reinterpret
+from .device.compat import aggregate, barrier, reinterpret
 from .device.layouts import ACC, LEFT, store_tile
 from .device.math import (
     LOWEST,
@@ -63,8 +63,8 @@ class Scratch:
 
 @gluon.jit
 def row_factors(parts, L2NORM):
-    """`1 / sqrt(sum x^2 + eps)` of the rows, or 1; `parts [64, 64]`, left operands. The sums are the diagonal of the Gram matrix,
-    by blocks of 16 rows."""
+    """`1 / sqrt(sum x^2 + eps)` of the rows, or 1; `parts [64, 64]`, left operands. The sums are the diagonal of the Gram
+    matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
     row_l: gl.constexpr = gl.SliceLayout(2, GRAM)
@@ -137,11 +137,6 @@ def prepare_scalar_kernel(
         # `recurrence` counts up from zero
         flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
         gl.store(semaphores + flag, flag * 0)
-    # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
-    rate = decay_rate(A_log, head, volatile=True)
-    bias = 0.0
-    if dt_bias is not None:
-        bias = gate_bias(gl.load(dt_bias + head, volatile=True).to(gl.float32), rate, GATE)
     batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
@@ -181,7 +176,12 @@ def prepare_scalar_kernel(
         copy_tokens(k_s[h], k + h * 64, k_token, count, 64)
         copy_tokens(q_s[h], q + h * 64, q_token, count, 64)
     async_copy.commit_group()
-    # behind the copies: what follows from them would be scheduled before these
+    # ptxas would have the copies wait for these loads and what is made of them
+    barrier()
+    rate = decay_rate(A_log, head, volatile=True)
+    bias = 0.0
+    if dt_bias is not None:
+        bias = gate_bias(gl.load(dt_bias + head, volatile=True).to(gl.float32), rate, GATE)
     x = gl.load(g + line * g_token, mask=line < count, other=0.0, volatile=True).to(gl.float32)
     betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
 
