@@ -23,17 +23,20 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, bind, chunks
-from .device.compat import aggregate, barrier, reinterpret
-from .device.layouts import ACC, LEFT, store_tile
+from .device.compat import barrier, reinterpret
+from .device.layouts import ACC, ACC_HALF, LEFT, beside, store_tile
 from .device.math import (
     LOWEST,
     beta_value,
+    column_halves,
     exp2,
     gate,
     gate_bias,
     gate_unit,
     log2,
+    mma3,
     round_pairs,
+    split_high_low,
     wide,
     widen,
 )
@@ -41,29 +44,21 @@ from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, overlaps_prepare, stride_div8
-from .prepare import FLAT, GRAM, TILE, copy_tokens, inverse, weighted
+from .prepare import FLAT, GRAM, TILE, copy_tokens, weighted
+from .prepare_steps import SQUARE, STEP, block_inverses, own_step, step_inverses
 from .segments import SPLIT_COSTS, plan_segments, room
 
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 """A value of each of 64 rows; every warp has all."""
 
 
-@aggregate
-class Scratch:
-    """Shared memory of `inverse`."""
-
-    right0: gl.shared_memory_descriptor
-    right1: gl.shared_memory_descriptor
-    small: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def rights(self, block: gl.constexpr):
-        return reinterpret(self.right0 if block == 0 else self.right1, gl.bfloat16, [2, 64, 64], TILE)
+LEFT_HALF = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC_HALF.value, k_width=2))
+HALF_TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 32], gl.bfloat16))
 
 
 @gluon.jit
 def row_factors(parts, L2NORM):
-    """`1 / sqrt(sum x^2 + eps)` of the rows, or 1; `parts [64, 64]`, left operands. The sums are the diagonal of the Gram
+    """`1 / sqrt(sum x^2 + eps)` of the rows, or 1; `parts [64, 64]` in shared memory. The sums are the diagonal of the Gram
     matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
@@ -72,7 +67,7 @@ def row_factors(parts, L2NORM):
     if L2NORM:
         gram = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
         for h in gl.static_range(len(parts)):
-            x = parts[h].reshape([4, 16, 64])
+            x = parts[h].load(LEFT).reshape([4, 16, 64])
             right = gl.convert_layout(x.permute((0, 2, 1)), right_l)
             gram = mma_v2(gl.convert_layout(x, left_l, assert_trivial=True), right, gram)
         i = gl.arange(0, 16, layout=gl.SliceLayout(0, row_l))
@@ -94,8 +89,44 @@ def store_scaled(tiles, parts, factor):
     high = factor.to(gl.bfloat16)
     low = (factor - high.to(gl.float32)).to(gl.bfloat16)
     for h in gl.static_range(len(parts)):
-        x = gl.convert_layout(parts[h], ACC, assert_trivial=True)
+        x = gl.convert_layout(parts[h].load(LEFT), ACC, assert_trivial=True)
         store_tile(tiles + h * 4096, scaled(x, high[:, None], low[:, None]), 0)
+
+
+@gluon.jit
+def store_parts(parts_s, x):
+    """`x [64, 32]` as two bf16 tiles, its high and its low part, to `parts_s [128, 32]`; gives these parts, too."""
+    high, low = split_high_low(x)
+    parts_s.reshape([2, 64, 32]).store(gl.join(high, low).permute((2, 0, 1)))
+    return left_half(high), left_half(low)
+
+
+@gluon.jit
+def left_half(x):
+    return gl.convert_layout(x, LEFT_HALF, assert_trivial=True)
+
+
+@gluon.jit
+def inverse(minus_A, blocks_s, X_s, A_s, first_s):
+    """`(I + A)^-1 = [[I_0, 0], [-I_1 A_10 I_0, I_1]]` with the inverses I_0, I_1 of both blocks of 32 rows, by columns
+    `[64, 32]`. Products of a high and a low bf16 each, without low times low."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
+    zero = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
+    below, _ = column_halves(minus_A, ACC_HALF)
+    store_parts(A_s, below)
+    X_s.reshape([4, 16, 32]).store(block_inverses(own_step(minus_A, row), blocks_s))
+    left, right = step_inverses(X_s)
+    own = gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
+    high, low = store_parts(first_s, own)
+    fence_async_shared()
+    n = mma3(high, low, A_s.slice(32, 32), A_s.slice(96, 32), zero, False)
+    n, high, low = warpgroup_mma_wait(0, deps=[n, high, low])
+    high, low = split_high_low(n)
+    high = left_half(high)
+    low = left_half(low)
+    below = mma3(high, low, first_s.slice(0, 32), first_s.slice(64, 32), zero, False)
+    below, high, low = warpgroup_mma_wait(0, deps=[below, high, low])
+    return beside(gl.where(row < 32, own, below), gl.where(row < 32, 0.0, own), ACC)
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
@@ -161,9 +192,9 @@ def prepare_scalar_kernel(
     for _ in gl.static_range(KH):
         k_s = k_s + (gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),)  # type: ignore[assignment]
         q_s = q_s + (gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),)  # type: ignore[assignment]
-    right0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
-    right1 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
-    small = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    blocks_s = gl.allocate_shared_memory(gl.float32, [64, 16], SQUARE)
+    X_s = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
+    A_s = gl.allocate_shared_memory(gl.bfloat16, [128, 32], HALF_TILE)
     # log2 decays from the start, by row; factors of columns
     G_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     to_end_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -202,24 +233,18 @@ def prepare_scalar_kernel(
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     kk = zero
     qk = zero
-    # in registers, as they are needed there, too: shared memory is the bottleneck
-    keys = ()
-    queries = ()
-    for h in gl.static_range(KH):
-        keys = keys + (k_s[h].load(LEFT),)  # type: ignore[assignment]
-        queries = queries + (q_s[h].load(LEFT),)  # type: ignore[assignment]
     for h in gl.static_range(KH):
         k_t = k_s[h].permute((1, 0))
-        kk = warpgroup_mma(keys[h], k_t, kk, use_acc=h > 0, is_async=True)
-        qk = warpgroup_mma(queries[h], k_t, qk, use_acc=h > 0, is_async=True)
-    norm_k = row_factors(keys, L2NORM)
-    norm_q = row_factors(queries, L2NORM) * scale
+        kk = warpgroup_mma(k_s[h], k_t, kk, use_acc=h > 0, is_async=True)
+        qk = warpgroup_mma(q_s[h], k_t, qk, use_acc=h > 0, is_async=True)
+    norm_k = row_factors(k_s, L2NORM)
+    norm_q = row_factors(q_s, L2NORM) * scale
     G = G_s.load(row_l)
     from_start = exp2(G)
     to_end_s.store(log2(norm_k) - G)
     w_s.store(norm_k * from_start * -betas)
-    store_scaled(tiles + KH * 4096, queries, norm_q * from_start)
-    store_scaled(tiles + 2 * KH * 4096, keys, norm_k * exp2(whole - G))
+    store_scaled(tiles + KH * 4096, q_s, norm_q * from_start)
+    store_scaled(tiles + 2 * KH * 4096, k_s, norm_k * exp2(whole - G))
     kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
 
     column = gl.arange(0, 64, layout=column_l)
@@ -227,21 +252,20 @@ def prepare_scalar_kernel(
     mask = exp2(G[:, None] + to_end_s.load(column_l)[None, :])
     mask = gl.where(row[:, None] >= column[None, :], mask, 0.0)
     store_tile(tiles + (3 * KH + 1) * 4096, qk * mask * norm_q[:, None], 0)
-    X = inverse(kk * mask * (norm_k * -betas)[:, None], Scratch(right0, right1, small))
+    # the queries have left
+    first_s = reinterpret(q_s[0], gl.bfloat16, [128, 32], HALF_TILE)
+    X = inverse(kk * mask * (norm_k * -betas)[:, None], blocks_s, X_s, A_s, first_s)
     store_tile(tiles + 3 * KH * 4096, X * beta_s.load(column_l)[None, :], 0)
     # in two parts: rows of weights alternate in sign where keys repeat
     weights = X * w_s.load(column_l)[None, :]
     high = round_pairs(weights)
     low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
     high = gl.convert_layout(high, LEFT, assert_trivial=True)
-    w = weighted(high, low, k_s[0], zero, False)
-    if KH == 2:
-        w_right = weighted(high, low, k_s[1], zero, False)
-        w, w_right, high, low = warpgroup_mma_wait(0, deps=[w, w_right, high, low])
-        store_tile(tiles + 4096, w_right, 0)
-    else:
+    for h in gl.static_range(KH):
+        # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
+        w = weighted(high, low, k_s[h], zero, False)
         w, high, low = warpgroup_mma_wait(0, deps=[w, high, low])
-    store_tile(tiles, w, 0)
+        store_tile(tiles + h * 4096, w, 0)
 
 
 def stride(name: str, x: Tensor, axis: int) -> int:
@@ -262,5 +286,5 @@ def prepare_scalar(call: StageCall) -> Launch:
         chunks(problem) + (plan is not None),
         *bind(prepare_scalar_kernel, problem, call.t, own, stride),
         num_warps=4,
-        max_registers=168,  # three CTAs on an SM
+        max_registers=128,  # four CTAs on an SM
     )
