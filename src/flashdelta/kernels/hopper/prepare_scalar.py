@@ -45,7 +45,7 @@ from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, overlaps_prepare, stride_div8
 from .prepare import FLAT, GRAM, TILE, copy_tokens, weighted
-from .prepare_steps import SQUARE, STEP, block_inverses, own_step, step_inverses
+from .prepare_steps import SQUARE, STEP, block_inverses, own_step, step_inverses, upper_lower
 from .segments import SPLIT_COSTS, plan_segments, room
 
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
@@ -99,6 +99,18 @@ def store_parts(parts_s, x):
     high, low = split_high_low(x)
     parts_s.reshape([2, 64, 32]).store(gl.join(high, low).permute((2, 0, 1)))
     return left_half(high), left_half(low)
+
+
+@gluon.jit
+def round_sums(x):
+    """`x [64, 64]` in bf16. Rows get what rounding took from the rows 8 before them: the state sums over rows, and where keys
+    repeat rounding is most of its error."""
+    upper, lower = upper_lower(x.reshape([4, 16, 64]))
+    high = round_pairs(upper)
+    lower = round_pairs(lower + (upper - widen(high)))
+    return gl.convert_layout(
+        gl.join(high, lower).permute((0, 3, 1, 2)).reshape([64, 64]), x.type.layout, assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -225,8 +237,7 @@ def prepare_scalar_kernel(
     channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.store(decay + channel, exp2(whole + channel * 0.0))
     G_s.store(line_G)
-    betas = gl.where(row < count, beta_value(betas, BETA), 0.0)
-    beta_s.store(betas)
+    beta_s.store(gl.where(row < count, beta_value(betas, BETA), 0.0))
 
     async_copy.wait_group(0)
     fence_async_shared()
@@ -234,19 +245,20 @@ def prepare_scalar_kernel(
     kk = zero
     qk = zero
     for h in gl.static_range(KH):
-        k_t = k_s[h].permute((1, 0))
-        kk = warpgroup_mma(k_s[h], k_t, kk, use_acc=h > 0, is_async=True)
-        qk = warpgroup_mma(q_s[h], k_t, qk, use_acc=h > 0, is_async=True)
+        kk = warpgroup_mma(k_s[h], k_s[h].permute((1, 0)), kk, use_acc=h > 0, is_async=True)
     norm_k = row_factors(k_s, L2NORM)
     norm_q = row_factors(q_s, L2NORM) * scale
+    for h in gl.static_range(KH):
+        qk = warpgroup_mma(q_s[h], k_s[h].permute((1, 0)), qk, use_acc=h > 0, is_async=True)
     G = G_s.load(row_l)
     from_start = exp2(G)
     to_end_s.store(log2(norm_k) - G)
-    w_s.store(norm_k * from_start * -betas)
+    w_s.store(norm_k * -from_start)
     store_scaled(tiles + KH * 4096, q_s, norm_q * from_start)
-    store_scaled(tiles + 2 * KH * 4096, k_s, norm_k * exp2(whole - G))
     kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
 
+    # anew, here and below: kept, they would be spilled
+    G = G_s.load(row_l)
     column = gl.arange(0, 64, layout=column_l)
     # pairs i < j may have overflowed; `inverse` does not look at i = j
     mask = exp2(G[:, None] + to_end_s.load(column_l)[None, :])
@@ -254,8 +266,10 @@ def prepare_scalar_kernel(
     store_tile(tiles + (3 * KH + 1) * 4096, qk * mask * norm_q[:, None], 0)
     # the queries have left
     first_s = reinterpret(q_s[0], gl.bfloat16, [128, 32], HALF_TILE)
-    X = inverse(kk * mask * (norm_k * -betas)[:, None], blocks_s, X_s, A_s, first_s)
-    store_tile(tiles + 3 * KH * 4096, X * beta_s.load(column_l)[None, :], 0)
+    X = inverse(kk * mask * (norm_k * -beta_s.load(row_l))[:, None], blocks_s, X_s, A_s, first_s)
+    X *= beta_s.load(column_l)[None, :]
+    store_tile(tiles + 3 * KH * 4096, round_sums(X), 0)
+    store_scaled(tiles + 2 * KH * 4096, k_s, exp2(whole + to_end_s.load(row_l)))
     # in two parts: rows of weights alternate in sign where keys repeat
     weights = X * w_s.load(column_l)[None, :]
     high = round_pairs(weights)
