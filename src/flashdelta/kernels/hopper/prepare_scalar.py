@@ -33,6 +33,7 @@ from .device.math import (
     gate,
     gate_bias,
     gate_unit,
+    hidden_zero,
     log2,
     mma3,
     round_pairs,
@@ -258,6 +259,7 @@ def prepare_scalar_kernel(
     kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
 
     # anew, here and below: kept, they would be spilled
+    tiles += hidden_zero(T)
     G = G_s.load(row_l)
     column = gl.arange(0, 64, layout=column_l)
     # pairs i < j may have overflowed; `inverse` does not look at i = j
