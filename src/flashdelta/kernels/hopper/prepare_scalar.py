@@ -16,7 +16,7 @@ from dataclasses import astuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
@@ -41,11 +41,11 @@ from .device.math import (
     wide,
     widen,
 )
-from .device.portable import L2_EPS, decay_rate
+from .device.portable import decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, overlaps_prepare, stride_div8
-from .prepare import FLAT, GRAM, TILE, copy_tokens, weighted
+from .prepare import FLAT, TILE, copy_tokens, pair_norm_factors, weighted
 from .prepare_steps import SQUARE, STEP, block_inverses, own_step, step_inverses, upper_lower
 from .segments import SPLIT_COSTS, plan_segments, room
 
@@ -58,22 +58,10 @@ HALF_TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 32], gl.bfloa
 
 
 @gluon.jit
-def row_factors(parts, L2NORM):
-    """`1 / sqrt(sum x^2 + eps)` of the rows, or 1; `parts [64, 64]` in shared memory. The sums are the diagonal of the Gram
-    matrix, by blocks of 16 rows."""
-    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
-    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    row_l: gl.constexpr = gl.SliceLayout(2, GRAM)
-    factor = gl.full((4, 16), 1.0, gl.float32, layout=row_l)
-    if L2NORM:
-        gram = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
-        for h in gl.static_range(len(parts)):
-            x = parts[h].load(LEFT).reshape([4, 16, 64])
-            right = gl.convert_layout(x.permute((0, 2, 1)), right_l)
-            gram = mma_v2(gl.convert_layout(x, left_l, assert_trivial=True), right, gram)
-        i = gl.arange(0, 16, layout=gl.SliceLayout(0, row_l))
-        j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, GRAM)))
-        factor = gl.rsqrt(gl.sum(gl.where(i[None, :, None] == j[None, None, :], gram, 0.0), axis=2) + L2_EPS)
+def row_factors(rows, L2NORM):
+    """`1 / sqrt(sum x^2 + eps)` of 64 rows, or 1."""
+    parts = reinterpret(rows, gl.bfloat16, [rows.shape[0] // 64, 64, 64], TILE)
+    factor = pair_norm_factors(parts, 1.0, True, L2NORM)
     return gl.convert_layout(factor.reshape([64]), gl.SliceLayout(1, ACC), assert_trivial=True)
 
 
@@ -85,12 +73,12 @@ def scaled(x, high, low):
 
 
 @gluon.jit
-def store_scaled(tiles, parts, factor):
+def store_scaled(tiles, rows, factor):
     """The rows times their factors, by halves of the channels."""
     high = factor.to(gl.bfloat16)
     low = (factor - high.to(gl.float32)).to(gl.bfloat16)
-    for h in gl.static_range(len(parts)):
-        x = gl.convert_layout(parts[h].load(LEFT), ACC, assert_trivial=True)
+    for h in gl.static_range(rows.shape[0] // 64):
+        x = gl.convert_layout(rows.slice(64 * h, 64).load(LEFT), ACC, assert_trivial=True)
         store_tile(tiles + h * 4096, scaled(x, high[:, None], low[:, None]), 0)
 
 
@@ -157,9 +145,9 @@ def prepare_scalar_kernel(
     """One chunk and value head; * goes to memory:
 
     k, q [64, K]      by cp.async; meanwhile G [64]                   * decay = exp(G_C), for every channel
-    k k^T, q k^T      wgmma; meanwhile the rows' norms                * qg = nq exp(G) q, kg = nk exp(G_C - G) k
+    k k^T, q k^T      wgmma; meanwhile the rows' norms                * qg = nq exp(G) q
     -A, Aqk [64, 64]  their pairs times exp(G_i - G_j)                * Aqk
-    inverse           of `prepare.py`, times diag(beta)               * inverse
+    inverse [64, 64]  of 32 rows as in `prepare_steps.py`; wgmma      * inverse, kg = nk exp(G_C - G) k
     -w [64, K]        wgmma: inverse (nk exp(G)), in two parts, by k  * -w
     """
     KH: gl.constexpr = K // 64
@@ -199,12 +187,8 @@ def prepare_scalar_kernel(
     tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K
 
-    # between copies to one memory the compiler would put a barrier
-    k_s = ()
-    q_s = ()
-    for _ in gl.static_range(KH):
-        k_s = k_s + (gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),)  # type: ignore[assignment]
-        q_s = q_s + (gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),)  # type: ignore[assignment]
+    keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     blocks_s = gl.allocate_shared_memory(gl.float32, [64, 16], SQUARE)
     X_s = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [128, 32], HALF_TILE)
@@ -216,9 +200,8 @@ def prepare_scalar_kernel(
 
     line = gl.arange(0, 64, layout=LINE)
     row = gl.arange(0, 64, layout=row_l)
-    for h in gl.static_range(KH):
-        copy_tokens(k_s[h], k + h * 64, k_token, count, 64)
-        copy_tokens(q_s[h], q + h * 64, q_token, count, 64)
+    copy_tokens(keys, k, k_token, count, 64)
+    copy_tokens(queries, q, q_token, count, 64)
     async_copy.commit_group()
     # ptxas would have the copies wait for these loads and what is made of them
     barrier()
@@ -246,16 +229,18 @@ def prepare_scalar_kernel(
     kk = zero
     qk = zero
     for h in gl.static_range(KH):
-        kk = warpgroup_mma(k_s[h], k_s[h].permute((1, 0)), kk, use_acc=h > 0, is_async=True)
-    norm_k = row_factors(k_s, L2NORM)
-    norm_q = row_factors(q_s, L2NORM) * scale
+        right = keys.slice(64 * h, 64).permute((1, 0))
+        kk = warpgroup_mma(keys.slice(64 * h, 64), right, kk, use_acc=h > 0, is_async=True)
+    norm_k = row_factors(keys, L2NORM)
+    norm_q = row_factors(queries, L2NORM) * scale
     for h in gl.static_range(KH):
-        qk = warpgroup_mma(q_s[h], k_s[h].permute((1, 0)), qk, use_acc=h > 0, is_async=True)
+        right = keys.slice(64 * h, 64).permute((1, 0))
+        qk = warpgroup_mma(queries.slice(64 * h, 64), right, qk, use_acc=h > 0, is_async=True)
     G = G_s.load(row_l)
     from_start = exp2(G)
     to_end_s.store(log2(norm_k) - G)
     w_s.store(norm_k * -from_start)
-    store_scaled(tiles + KH * 4096, q_s, norm_q * from_start)
+    store_scaled(tiles + KH * 4096, queries, norm_q * from_start)
     kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
 
     # anew, here and below: kept, they would be spilled
@@ -267,11 +252,11 @@ def prepare_scalar_kernel(
     mask = gl.where(row[:, None] >= column[None, :], mask, 0.0)
     store_tile(tiles + (3 * KH + 1) * 4096, qk * mask * norm_q[:, None], 0)
     # the queries have left
-    first_s = reinterpret(q_s[0], gl.bfloat16, [128, 32], HALF_TILE)
+    first_s = reinterpret(queries, gl.bfloat16, [128, 32], HALF_TILE)
     X = inverse(kk * mask * (norm_k * -beta_s.load(row_l))[:, None], blocks_s, X_s, A_s, first_s)
     X *= beta_s.load(column_l)[None, :]
     store_tile(tiles + 3 * KH * 4096, round_sums(X), 0)
-    store_scaled(tiles + 2 * KH * 4096, k_s, exp2(whole + to_end_s.load(row_l)))
+    store_scaled(tiles + 2 * KH * 4096, keys, exp2(whole + to_end_s.load(row_l)))
     # in two parts: rows of weights alternate in sign where keys repeat
     weights = X * w_s.load(column_l)[None, :]
     high = round_pairs(weights)
@@ -279,7 +264,7 @@ def prepare_scalar_kernel(
     high = gl.convert_layout(high, LEFT, assert_trivial=True)
     for h in gl.static_range(KH):
         # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
-        w = weighted(high, low, k_s[h], zero, False)
+        w = weighted(high, low, keys.slice(64 * h, 64), zero, False)
         w, high, low = warpgroup_mma_wait(0, deps=[w, high, low])
         store_tile(tiles + h * 4096, w, 0)
 
