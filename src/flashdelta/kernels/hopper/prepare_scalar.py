@@ -23,8 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, bind, chunks
-from .device.compat import barrier, reinterpret
-from .device.layouts import ACC, ACC_HALF, LEFT, beside, store_tile
+from .device.compat import barrier, copy_async, reinterpret
+from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, store_tile
 from .device.math import (
     LOWEST,
     beta_value,
@@ -45,7 +45,7 @@ from .device.portable import decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, overlaps_prepare, stride_div8
-from .prepare import FLAT, TILE, copy_tokens, pair_norm_factors, weighted
+from .prepare import FLAT, TILE, pair_norm_factors, weighted
 from .prepare_steps import SQUARE, STEP, block_inverses, own_step, step_inverses, upper_lower
 from .segments import SPLIT_COSTS, plan_segments, room
 
@@ -55,6 +55,16 @@ LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 
 LEFT_HALF = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC_HALF.value, k_width=2))
 HALF_TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 32], gl.bfloat16))
+
+
+@gluon.jit
+def copy_tokens(shared, x, x_token, count):
+    """Starts the copy of 64 rows, all channels, to `shared [halves * 64, 64]`. Zeros from `count` on."""
+    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
+    # one address for both halves of a row
+    at = x + (row % 64) * (x_token * 8) + row // 64 * 64
+    copy_async(shared, at[:, None] + column[None, :], mask=(row % 64 < count)[:, None])
 
 
 @gluon.jit
@@ -200,8 +210,8 @@ def prepare_scalar_kernel(
 
     line = gl.arange(0, 64, layout=LINE)
     row = gl.arange(0, 64, layout=row_l)
-    copy_tokens(keys, k, k_token, count, 64)
-    copy_tokens(queries, q, q_token, count, 64)
+    copy_tokens(keys, k, k_token, count)
+    copy_tokens(queries, q, q_token, count)
     async_copy.commit_group()
     # ptxas would have the copies wait for these loads and what is made of them
     barrier()
