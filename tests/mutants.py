@@ -118,7 +118,7 @@ MUTANTS: list[Row] = [
      "gluon/test_smoke.py::test_prefill"),
     ("kernels/hopper/prepare.py", "if tile == 0:", "if tile == -1:", "gluon/test_chunk.py::test_turns_change_no_bit"),
     ("kernels/hopper/prepare.py", "inside = token <", "inside = token <=", "gluon/test_smoke.py::test_prefill"),
-    ("kernels/hopper/prepare_scalar.py", "norm_k * exp2(whole - G)", "norm_k * exp2(-G)",
+    ("kernels/hopper/prepare_scalar.py", "exp2(whole + to_end_s", "exp2(to_end_s",
      "gluon/test_chunk.py::test_cases[scalar_softplus]"),
     ("kernels/hopper/prepare_scalar.py", "step < LOWEST, LOWEST", "step < LOWEST, step",
      "gluon/test_chunk.py::test_cases[scalar_forget]"),

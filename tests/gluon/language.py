@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.experimental.gluon.language import BlockedLayout, SliceLayout
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as real_mbarrier
 
 from . import memory
@@ -167,16 +168,29 @@ def range_(*bounds: Any, **options: Any) -> Iterator[Value]:
 # ---- sums ----------------------------------------------------------------------------------------------------------
 
 
+def over_lanes(x: Value, axis: int) -> bool:
+    """Says whether several threads have parts of an axis, as far as `x` knows its layout."""
+    layout, rank = x.layout, np.ndim(x.data)
+    while isinstance(layout, SliceLayout):
+        axis += axis >= layout.dim
+        layout, rank = layout.parent, rank + 1
+    known = isinstance(layout, BlockedLayout) and len(layout.threads_per_warp) == rank
+    return known and layout.threads_per_warp[axis] * layout.warps_per_cta[axis] > 1
+
+
 def reduce(x: Any, axis: Any, combine: Callable, keep_dims: bool = False) -> Any:
-    """Combines neighbours first, so that `combine` need not commute."""
+    """Combines neighbours first, so that `combine` need not commute, unless lanes exchange what they have."""
     parts = x if isinstance(x, tuple) else (x,)
     if axis is None:
         parts, axis = tuple(part.reshape([math.prod(part.shape)]) for part in parts), 0
+    exchanged = not isinstance(x, tuple) and over_lanes(parts[0], axis)
     parts = tuple(part.with_data(np.moveaxis(part.data, axis, 0)) for part in parts)
     while parts[0].shape[0] > 1:
         first, second = ([part.with_data(part.data[half::2]) for part in parts] for half in (0, 1))
         combined = combine(*first, *second)
         parts = combined if isinstance(combined, tuple) else (combined,)
+        if exchanged and not np.array_equal(parts[0].data, combine(*second, *first).data, equal_nan=True):
+            raise Fault("a reduction over lanes by what does not commute")
     parts = tuple(Value(part.data[0], part.dtype, part.layout) for part in parts)
     if keep_dims:
         parts = tuple(part.with_data(np.expand_dims(part.data, axis)) for part in parts)
