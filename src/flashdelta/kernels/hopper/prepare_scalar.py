@@ -52,9 +52,11 @@ from .segments import SPLIT_COSTS, plan_segments, room
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 """A value of each of 64 rows; every warp has all."""
 
-
 LEFT_HALF = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC_HALF.value, k_width=2))
+"""`LEFT` of a product `[64, 32]`."""
+
 HALF_TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 32], gl.bfloat16))
+"""Two tiles `[64, 32]`: the high and the low parts of a matrix."""
 
 
 @gluon.jit
@@ -207,6 +209,8 @@ def prepare_scalar_kernel(
     to_end_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     beta_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     w_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    norm_q_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
     line = gl.arange(0, 64, layout=LINE)
     row = gl.arange(0, 64, layout=row_l)
@@ -250,6 +254,8 @@ def prepare_scalar_kernel(
     from_start = exp2(G)
     to_end_s.store(log2(norm_k) - G)
     w_s.store(norm_k * -from_start)
+    norm_k_s.store(norm_k)
+    norm_q_s.store(norm_q)
     store_scaled(tiles + KH * 4096, queries, norm_q * from_start)
     kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
 
@@ -260,10 +266,10 @@ def prepare_scalar_kernel(
     # pairs i < j may have overflowed; `inverse` does not look at i = j
     mask = exp2(G[:, None] + to_end_s.load(column_l)[None, :])
     mask = gl.where(row[:, None] >= column[None, :], mask, 0.0)
-    store_tile(tiles + (3 * KH + 1) * 4096, qk * mask * norm_q[:, None], 0)
-    # the queries have left
+    store_tile(tiles + (3 * KH + 1) * 4096, qk * mask * norm_q_s.load(row_l)[:, None], 0)
+    # the queries are not read any more
     first_s = reinterpret(queries, gl.bfloat16, [128, 32], HALF_TILE)
-    X = inverse(kk * mask * (norm_k * -beta_s.load(row_l))[:, None], blocks_s, X_s, A_s, first_s)
+    X = inverse(kk * mask * (norm_k_s.load(row_l) * -beta_s.load(row_l))[:, None], blocks_s, X_s, A_s, first_s)
     X *= beta_s.load(column_l)[None, :]
     store_tile(tiles + 3 * KH * 4096, round_sums(X), 0)
     store_scaled(tiles + 2 * KH * 4096, keys, exp2(whole + to_end_s.load(row_l)))
