@@ -209,7 +209,7 @@ def prepare_scalar_kernel(
         keys = keys + (k_s[h].load(LEFT),)  # type: ignore[assignment]
         queries = queries + (q_s[h].load(LEFT),)  # type: ignore[assignment]
     for h in gl.static_range(KH):
-        k_t = k_s[h].permute((1, 0))
+        k_t = k_s[h].permute((1, 0))  # type: ignore[var-annotated]
         kk = warpgroup_mma(keys[h], k_t, kk, use_acc=h > 0, is_async=True)
         qk = warpgroup_mma(queries[h], k_t, qk, use_acc=h > 0, is_async=True)
     norm_k = row_factors(keys, L2NORM)
@@ -234,9 +234,9 @@ def prepare_scalar_kernel(
     high = round_pairs(weights)
     low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
     high = gl.convert_layout(high, LEFT, assert_trivial=True)
-    w = weighted(high, low, k_s[0], zero, False)
+    w = weighted(high, low, k_s[0], zero, False)  # type: ignore[misc]
     if KH == 2:
-        w_right = weighted(high, low, k_s[1], zero, False)
+        w_right = weighted(high, low, k_s[1], zero, False)  # type: ignore[misc]
         w, w_right, high, low = warpgroup_mma_wait(0, deps=[w, w_right, high, low])
         store_tile(tiles + 4096, w_right, 0)
     else:
