@@ -79,7 +79,16 @@ POOL_CALLS = [
 ]
 TRACED = ("bounded", "packed_bf16_state", "no_final_state", "fused", "scalar_bounded")
 
-TRACED_STEPS = ("paged", "mixed_packed", "scalar_mixed", "own_final", "no_state", "spec_packed", "source", "verify_rows")
+TRACED_STEPS = (
+    "paged",
+    "mixed_packed",
+    "scalar_mixed",
+    "own_final",
+    "no_state",
+    "spec_packed",
+    "source",
+    "verify_rows",
+)
 LONG = [*whole_sequences(*TRACED), *POOL_CALLS, *steps(*TRACED_STEPS)]
 FUSED_CALLS = [
     (name, fd.fused_kda_decode, partial(make_fused, FUSED_BY_NAME[name]))
