@@ -20,8 +20,8 @@ from ..shared.scalars import SCALARS_AND_STRIDES
 from ..hopper.launch import aligned, bind_div8
 from ..stages.launch import StageCall, chunks
 from ..hopper.device.compat import reinterpret
-from ..hopper.device.math import beta_value, exp2, exp2_negative, gate_bias, gate_unit, round_pairs, split_high_low, wide, widen
-from ..hopper.device.portable import _gluon, decay_rate
+from ..hopper.device.math import beta_value, dot3, exp2, exp2_negative, gate_bias, gate_unit, round_pairs, split_high_low, wide, widen
+from ..hopper.device.portable import _gluon, decay_rate, two_parts
 from ..hopper.prepare import FLAT, PLAIN, ROWS, TILE, copy_tokens, load_bias, pair_norm_factors
 from ..hopper.prepare_steps import (
     SQUARE,
@@ -93,11 +93,12 @@ def store_parts(x, high_s, low_s):
 
 
 @gluon.jit
-def mma_parts(left_high, left_low, right_high, right_low):
-    """The product of matrices `[32, 32]` in two parts each, without low times low."""
-    high, right = left_high.load(LEFT), right_high.load(RIGHT)
-    acc = mma_v2(left_low.load(LEFT), right, gl.zeros((32, 32), gl.float32, layout=QUARTERS))
-    return mma_v2(high, right, mma_v2(high, right_low.load(RIGHT), acc))
+def product(left_s, right_s):
+    """Of two matrices `[32, 32]` in float32: where keys repeat, terms alternate in sign and cancel."""
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=QUARTERS, k_width=1)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=QUARTERS, k_width=1)
+    zero = gl.zeros((32, 32), gl.float32, layout=QUARTERS)
+    return dot3(two_parts(left_s.load(left_l)), two_parts(right_s.load(right_l)), zero)
 
 
 @gluon.jit
@@ -261,32 +262,30 @@ def prepare_mma_kernel(
     X_s.reshape([4, 16, 32]).store(block_inverses(minus_A, blocks_s))
     left, upper = step_inverses(X_s)
     X = gl.convert_layout(gl.join(left, upper).permute((0, 2, 1)).reshape([64, 32]), ACC, assert_trivial=True)
-    # inverses of both steps, the product of the second's with -A's block below, and weights, in two parts each
-    parts_l: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    X_high = gl.allocate_shared_memory(gl.bfloat16, [64, 32], parts_l)
-    X_low = gl.allocate_shared_memory(gl.bfloat16, [64, 32], parts_l)
-    A_high = gl.allocate_shared_memory(gl.bfloat16, [32, 32], parts_l)
-    A_low = gl.allocate_shared_memory(gl.bfloat16, [32, 32], parts_l)
-    P_high = gl.allocate_shared_memory(gl.bfloat16, [32, 32], parts_l)
-    P_low = gl.allocate_shared_memory(gl.bfloat16, [32, 32], parts_l)
-    own_high = gl.allocate_shared_memory(gl.bfloat16, [64, 32], parts_l)
-    own_low = gl.allocate_shared_memory(gl.bfloat16, [64, 32], parts_l)
-    store_parts(X, X_high, X_low)
-    store_parts(far_k, A_high, A_low)
+    inverses = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
+    below = gl.allocate_shared_memory(gl.float32, [32, 32], STEP)
+    below_first = gl.allocate_shared_memory(gl.float32, [32, 32], STEP)
+    inverses.store(X)
+    below.store(far_k)
     weights = X * gl.where(
         row[:, None] < 32,
         beta_s.slice(0, 32).load(gl.SliceLayout(0, ACC))[None, :],
         beta_s.slice(32, 32).load(gl.SliceLayout(0, ACC))[None, :],
     )
+    # weights of keys, in two parts
+    parts_l: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    own_high = gl.allocate_shared_memory(gl.bfloat16, [64, 32], parts_l)
+    own_low = gl.allocate_shared_memory(gl.bfloat16, [64, 32], parts_l)
+    far_high = gl.allocate_shared_memory(gl.bfloat16, [32, 32], parts_l)
+    far_low = gl.allocate_shared_memory(gl.bfloat16, [32, 32], parts_l)
     store_parts(weights, own_high, own_low)
-    P = mma_parts(A_high, A_low, X_high.slice(0, 32), X_low.slice(0, 32))
-    store_parts(P, P_high, P_low)
-    corner = mma_parts(X_high.slice(32, 32), X_low.slice(32, 32), P_high, P_low)
+    below_first.store(product(below, inverses.slice(0, 32)))
+    corner = product(inverses.slice(32, 32), below_first)
     if Akk_inv is not None:
         store_triangle(Akk_inv + chunk * 4096, X, corner)
     corner *= beta_s.slice(0, 32).load(gl.SliceLayout(0, QUARTERS))[None, :]
     store_triangle(inverse + chunk * 4096, weights, corner)
-    store_parts(corner, A_high, A_low)
+    store_parts(corner, far_high, far_low)
 
     w_s = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     zero = gl.zeros((32, 64), gl.float32, layout=QUARTERS)
@@ -297,7 +296,7 @@ def prepare_mma_kernel(
         upper = weighted(own_high.slice(0, 32), own_low.slice(0, 32), k_0, zero) * until_0
         w_s.slice(64 * h, 32).store(round_pairs(upper))
         lower = weighted(own_high.slice(32, 32), own_low.slice(32, 32), keys.slice(64 * h + 32, 32), zero) * until_1
-        lower += weighted(A_high, A_low, k_0, zero) * until_0
+        lower += weighted(far_high, far_low, k_0, zero) * until_0
         w_s.slice(64 * h + 32, 32).store(round_pairs(lower))
     w_row = gl.arange(0, KH * 64, layout=gl.SliceLayout(1, ROWS))[:, None]
     w_column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))[None, :]
