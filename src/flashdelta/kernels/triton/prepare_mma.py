@@ -16,30 +16,41 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
-from ..shared.scalars import SCALARS_AND_STRIDES
-from ..hopper.launch import aligned, bind_div8
-from ..stages.launch import StageCall, chunks
-from ..hopper.device.compat import reinterpret
-from ..hopper.device.math import beta_value, dot3, exp2, exp2_negative, gate_bias, gate_unit, round_pairs, split_high_low, wide, widen
-from ..hopper.device.portable import _gluon, decay_rate, two_parts
-from ..hopper.prepare import FLAT, PLAIN, ROWS, TILE, copy_tokens, load_bias, pair_norm_factors
-from ..hopper.prepare_steps import (
+from ..shared.gluon.compat import reinterpret
+from ..shared.gluon.math import (
+    beta_value,
+    dot3,
+    exp2,
+    exp2_negative,
+    gate_bias,
+    gate_unit,
+    round_pairs,
+    split_high_low,
+    widen,
+)
+from ..shared.gluon.portable import decay_rate, own_chunk, two_parts
+from ..shared.gluon.steps import (
+    ACC_HALF,
+    FLAT,
+    PLAIN,
+    ROWS,
     SQUARE,
     STEP,
     STEPS_GRAM,
+    TILE,
     block_inverses,
+    copy_tokens,
     decay_sums,
+    load_bias,
+    pair_norm_factors,
     part,
     part_layout,
     row_values,
     step_inverses,
 )
-from ..shared import sequences as _sequences
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import StageCall, aligned, bind_div8, chunks
 
-own_chunk = _gluon(_sequences.own_chunk)
-
-ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
-"""Accumulators of rows of a chunk, 16 a warp."""
 QUARTERS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2], instr_shape=[16, 8]))
 """Accumulators of the rows of a step, 16 of half the columns a warp."""
 LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=QUARTERS.value, k_width=2))
@@ -169,7 +180,7 @@ def prepare_mma_kernel(
     async_copy.commit_group()
 
     rate = decay_rate(A_log, head)
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = beta_value(gl.load(beta + row * beta_token, mask=row < count, other=0.0).to(gl.float32), BETA)
     betas = gl.where(row < count, betas, 0.0)
     beta_s.store(betas)
@@ -248,10 +259,10 @@ def prepare_mma_kernel(
         kb_t = right3.index(h).slice(0, 32).permute((1, 0)).load(RIGHT)
         far_k = mma_v2(keys3.index(h).slice(32, 32).load(LEFT), kb_t, far_k)
         far_q = mma_v2(queries3.index(h).slice(32, 32).load(LEFT), kb_t, far_q)
-    own_k = gl.convert_layout(own_k.reshape([64, 32]), ACC, assert_trivial=True)
-    own_q = gl.convert_layout(own_q.reshape([64, 32]), ACC, assert_trivial=True)
+    own_k = gl.convert_layout(own_k.reshape([64, 32]), ACC_HALF, assert_trivial=True)
+    own_q = gl.convert_layout(own_q.reshape([64, 32]), ACC_HALF, assert_trivial=True)
     in_step = row[:, None] % 32
-    column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC))[None, :]
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
     # what is dropped may have overflowed
     store_triangle(Aqk + chunk * 4096, gl.where(in_step >= column, own_q, 0.0), far_q)
     minus_A = gl.where(in_step > column, own_k, 0.0) * -betas[:, None]
@@ -261,7 +272,7 @@ def prepare_mma_kernel(
     X_s = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
     X_s.reshape([4, 16, 32]).store(block_inverses(minus_A, blocks_s))
     left, upper = step_inverses(X_s)
-    X = gl.convert_layout(gl.join(left, upper).permute((0, 2, 1)).reshape([64, 32]), ACC, assert_trivial=True)
+    X = gl.convert_layout(gl.join(left, upper).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
     inverses = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
     below = gl.allocate_shared_memory(gl.float32, [32, 32], STEP)
     below_first = gl.allocate_shared_memory(gl.float32, [32, 32], STEP)
@@ -269,8 +280,8 @@ def prepare_mma_kernel(
     below.store(far_k)
     weights = X * gl.where(
         row[:, None] < 32,
-        beta_s.slice(0, 32).load(gl.SliceLayout(0, ACC))[None, :],
-        beta_s.slice(32, 32).load(gl.SliceLayout(0, ACC))[None, :],
+        beta_s.slice(0, 32).load(gl.SliceLayout(0, ACC_HALF))[None, :],
+        beta_s.slice(32, 32).load(gl.SliceLayout(0, ACC_HALF))[None, :],
     )
     # weights of keys, in two parts
     parts_l: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
@@ -317,4 +328,4 @@ def by_mma(problem: ChunkProblem, t: ChunkTensors) -> bool:
 def prepare_mma(call: StageCall, Akk_inv: Tensor | None) -> Launch:
     own = dict(call.left("w", "qg", "kg", "Aqk", "decay"), inverse=call.workspace["Akk_inv"], Akk_inv=Akk_inv)
     bound = bind_div8(prepare_mma_kernel, call.problem, call.t, own)
-    return Launch(prepare_mma_kernel, chunks(call.problem), *bound, num_warps=4)
+    return Launch(prepare_mma_kernel, chunks(call.problem), *bound, num_warps=4, max_registers=168)
