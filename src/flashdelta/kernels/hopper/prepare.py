@@ -74,8 +74,6 @@ BLOCKS = gl.constexpr(gl.BlockedLayout([2, 1, 8, 2], [1, 1, 1, 32], [1, 4, 1, 1]
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 2, 8, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0]))
 """`[16 rows, half of them, row, column]`: a warp has 16 rows, a lane all of them in 2 columns."""
 
-# shared memory
-
 
 @aggregate
 class Buffers:
