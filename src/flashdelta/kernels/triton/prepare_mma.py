@@ -173,23 +173,26 @@ def prepare_mma_kernel(
     totals_s = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
     # exp(E) of both steps
     until_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
+    # volatile: else the compiler moves these loads behind the copies, where they queue
+    rate = decay_rate(A_log, head, volatile=True)
+    if dt_bias is not None:
+        bias = load_bias(dt_bias, head, K)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
+    betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
     g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN)
     copy_tokens(g_s, g, g_token, count, 64)
     copy_tokens(keys, k, k_token, count, 64)
     copy_tokens(queries, q, q_token, count, 64)
     async_copy.commit_group()
 
-    rate = decay_rate(A_log, head)
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
-    betas = beta_value(gl.load(beta + row * beta_token, mask=row < count, other=0.0).to(gl.float32), BETA)
-    betas = gl.where(row < count, betas, 0.0)
+    betas = gl.where(row < count, beta_value(betas, BETA), 0.0)
     beta_s.store(betas)
     # nothing decays past the end
     unit_s.store(gl.where(row < count, gate_unit(rate, lower_bound, GATE), 0.0))
     biases = 0.0
     if dt_bias is not None:
         bias_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-        bias_s.store(gate_bias(load_bias(dt_bias, head, K), rate, GATE))
+        bias_s.store(gate_bias(bias, rate, GATE))
         columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
         biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, None, :]
     async_copy.wait_group(0)
