@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install
+# of a long installation, a line per package
+BY_PACKAGE := 2>&1 | sed -un '/^Collecting\|^Installing\|^ERROR/p'
 STAMP := $(VENV)/.installed
 OLDEST := $(VENV)/triton-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
@@ -30,6 +33,7 @@ BETWEEN := $(foreach version,$(TRITONS_BETWEEN),$(VENV)/triton-$(version))
 FLA_OLDER := $(foreach version,0.5.0 0.5.1 0.5.2,$(VENV)/fla-$(version))
 
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 export FLASHDELTA_TRITON_OLDEST := $(abspath $(OLDEST))
 # one thread a process: the tensors are tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
@@ -137,8 +141,8 @@ clean: ## remove the virtual environment
 $(STAMP): pyproject.toml
 	@echo "installing into $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install '$(TORCH)'
-	@$(PIP) install -e '.[cli,test]'
+	@$(INSTALL) '$(TORCH)' $(BY_PACKAGE)
+	@$(INSTALL) -e '.[cli,test]' $(BY_PACKAGE)
 	@$(if $(TRITON),$(PIP) install '$(TRITON)')
 	@touch $@
 
@@ -147,9 +151,9 @@ $(VENV)/.installed-demo: pyproject.toml
 	@echo "1/3 making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/3 installing $(TORCH) ($(if $(HAS_DRIVER),3 GB with CUDA,200 MB where pip has a build for CPUs, else 3 GB with CUDA), once)"
-	@$(PIP) install '$(TORCH)'
+	@$(INSTALL) '$(TORCH)' $(BY_PACKAGE)
 	@echo "3/3 installing flashdelta$(if $(TRITON), and $(TRITON)) (200 MB, once)"
-	@$(PIP) install -e '.[cli]' $(if $(TRITON),'$(TRITON)')
+	@$(INSTALL) -e '.[cli]' $(if $(TRITON),'$(TRITON)') $(BY_PACKAGE)
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)

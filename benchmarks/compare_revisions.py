@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import itertools
 import shutil
 import statistics
 import subprocess
@@ -83,9 +84,8 @@ def decode(N: int, S: int = 0, state: str = "bf16", **changes: Any) -> dict:
     """A paged step; with `S` drafts the state after each token goes to a slot of its own."""
     table = torch.arange(N * (1 + S)).view((N, 1 + S) if S else (N,)).tolist()
     indices = tuple(map(tuple, table)) if S else tuple(table)
-    return make_step(
-        replace(decode_row(N, state, S=S, **changes).call, indices=indices, slots=N * (1 + S)), BF16, "cuda"
-    )
+    step = decode_row(N, state, S=S, **changes).call
+    return make_step(replace(step, indices=indices, slots=N * (1 + S)), BF16, "cuda")
 
 
 def commit(N: int = 4, H: int = 4) -> dict:
@@ -131,7 +131,6 @@ OPS: dict[str, Callable[[Any], Op]] = {
     "wy": lambda fd: fd.kernels.chunk_bwd_wy_dqkg,
     "train": lambda fd: step(fd.chunk_kda),
 }
-KEPT = {"disable_recompute": True}
 COLUMN = torch.arange(8).int().view(4, 2) // 2  # of a block table, as vLLM passes it
 
 
@@ -165,7 +164,7 @@ GPU = {
     "train 8K H32 V64, unbounded": ("train", lambda: trained(decays(V=64, gate="logsigmoid"))),
     "train 8K H32, softplus": ("train", lambda: trained(prefill(8192, 32, **UNBOUNDED))),
     "train 8K H32": ("train", lambda: trained(prefill(8192, 32))),
-    "train 8K H32, kept": ("train", lambda: trained(prefill(8192, 32, options=KEPT))),
+    "train 8K H32, kept": ("train", lambda: trained(prefill(8192, 32, options={"disable_recompute": True}))),
 }
 
 
@@ -244,7 +243,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="the other revision's files")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", choices=("host", "gpu"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         other_package(options.base, Path(folder))
@@ -252,14 +250,12 @@ def main() -> None:
         packages = {"ours": importlib.import_module("flashdelta"), "base": importlib.import_module(OTHER)}
         torch.manual_seed(0)
         rows = []
-        kinds = {"host": host_rows, "gpu": gpu_rows}
-        for kind in [options.only] if options.only else kinds:
-            for row in kinds[kind](packages):
-                rows.append(row)
-                print(line(row), flush=True)
-                if options.out:
-                    base = {"base": commit_of(options.base)}
-                    save_json({"about": environment(DEVICE) | base, "rows": rows}, options.out)
+        for row in itertools.chain(host_rows(packages), gpu_rows(packages)):
+            rows.append(row)
+            print(line(row), flush=True)
+            if options.out:
+                base = {"base": commit_of(options.base)}
+                save_json({"about": environment(DEVICE) | base, "rows": rows}, options.out)
 
 
 def line(row: dict) -> str:

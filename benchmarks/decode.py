@@ -20,12 +20,10 @@ from tests.support.oracle import float64
 from . import contenders, engines, gate, workloads
 from .engines import CHECKED
 from .gate import PEER_TOLERANCE, Results
-from .run import Contender, Program, Setup, Work, in_launches, main
+from .run import Contender, Program, Setup, Work, in_launches, main, slots_of_launches
 from .workloads import Row, Served
 
 TOLERANCE = 5e-3
-LEAST_LAUNCHES = 16
-"""Launches in a graph: starting one takes some microseconds, which are not the steps'."""
 
 
 def state_bytes(step: Step) -> int:
@@ -56,15 +54,10 @@ def decode_calls(step: Step, setup: Setup) -> tuple[dict, list[Tensor]]:
     """Arguments of `recurrent_kda` without slots, and the slots of each launch: together they read `graph_bytes` of states."""
     bare = Step(**{**vars(step), "state": None, "indices": None})
     call = make_step(bare, BF16, setup.device)
-    wanted = max(LEAST_LAUNCHES, -(-setup.graph_bytes // (step.N * state_bytes(step))))
-    launches = min(setup.launches, wanted)
-    rows = max(1, min(launches, setup.pool_bytes // (step.N * step.T * state_bytes(step))))
-    slots = torch.randperm(rows * step.N * step.T, generator=torch.Generator().manual_seed(0)).int().to(setup.device)
-    # every launch's indices in a tensor of their own, aligned as an engine's are
-    each = [x.clone() for x in slots.view(rows, *((step.N, step.T) if step.T > 1 else (step.N,)))]
-    call["initial_state"] = pool_of(step, setup, rows * step.N * step.T)
+    total, slots = slots_of_launches(setup, step.N, step.T, state_bytes(step))
+    call["initial_state"] = pool_of(step, setup, total)
     call["output"] = torch.empty_like(call["v"])
-    return call, [each[i % rows] for i in range(launches)]
+    return call, [x.view(step.N, step.T) for x in slots] if step.T > 1 else slots
 
 
 def first_sequences(call: dict) -> dict:
@@ -146,9 +139,7 @@ def verify(row: Row, setup: Setup) -> Work:
         check(buffer, at)
         fd.commit(pool, buffer, at, accepted, state_v_first=step.v_first, **options)
 
-    def contender(
-        run: Callable[[Tensor], object], tables: Sequence[Tensor], ends: Tensor, tolerance: float = TOLERANCE
-    ) -> Contender:
+    def contender(run: Callable, tables: Sequence[Tensor], ends: Tensor, tolerance: float = TOLERANCE) -> Contender:
         return stepped(call, run, tables, (ends, some, before), tolerance)
 
     own, ends = starts[0][:CHECKED].long(), last(slots[0])
@@ -174,8 +165,7 @@ def verify(row: Row, setup: Setup) -> Work:
     table = torch.arange(len(some), device=pool.device).view(-1, T)
     o, _ = fd.recurrent_kda(**exact, ssm_state_indices=table, backend="reference")
     errors = functools.partial(gate.errors, (o, exact["initial_state"][last(table)]), ("o", "state"))
-    facts = {"bytes": decode_bytes(step), "scratch_bytes": {"ours": records.nbytes, "states": states.nbytes}}
-    return Work(made, errors, facts, len(slots))
+    return Work(made, errors, {"bytes": decode_bytes(step)}, len(slots))
 
 
 PROGRAM = Program("decode", workloads.DECODE, make, peers=("fla_decode", "engine"))

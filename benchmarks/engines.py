@@ -16,7 +16,7 @@ from tests.support.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
 
 from . import gate
 from .gate import PEER_TOLERANCE, Results
-from .run import Contender, Setup, Work, in_launches
+from .run import Contender, Setup, Work, in_launches, slots_of_launches
 from .workloads import Row
 
 CHECKED = 2
@@ -29,23 +29,14 @@ def model_of(case: Any, setup: Setup) -> Model:
     return Model(case.H, case.K, case.lower_bound, BF16, case.state, str(setup.device))
 
 
-def contenders(
-    case: Any,
-    setup: Setup,
-    ours: Any,
-    engine: Callable[[Any], Any],
-    make: Callable[[Any, float], Contender],
-    own: float,
-) -> dict[str, Contender | str]:
-    """Layers as contenders. `engine` makes one of the engine's kernels by name, which probe GPUs as they are imported; `own`:
-    our tolerance."""
+def contenders(case: Any, setup: Setup, ours: Any, engine: Callable, make: Callable, own: float) -> dict[str, Any]:
+    """Layers as contenders, by `make`. `engine` makes one of the kernels by name, which probe GPUs as they are imported;
+    `own`: our tolerance."""
     theirs = setup.peer("engine", lambda functions: make(engine(functions(case.layer)), PEER_TOLERANCE))
     return {"ours": make(ours, own), "engine": theirs}
 
 
-def layers(
-    case: Any, setup: Setup, model: Model, make: Callable[[Any, float], Contender], own: float
-) -> dict[str, Any]:
+def layers(case: Any, setup: Setup, model: Model, make: Callable, own: float) -> dict[str, Any]:
     layer = LAYERS[case.layer]
     return contenders(case, setup, layer(model), functools.partial(layer, model, ours=False), make, own)
 
@@ -73,14 +64,10 @@ def prefill(row: Row, setup: Setup) -> Work:
     return Work(found, functools.partial(gate.errors, (want,), ("o",)))
 
 
-def own_slots(setup: Setup, model: Model, count: int) -> tuple[int, list[Tensor]]:
-    """Slots of a pool, the first of them reserved, and each launch's own `count`: the same again where memory is short."""
-    nbytes = count * model.pool(1).nbytes
-    launches = min(setup.launches, max(16, -(-setup.graph_bytes // nbytes)))
-    tables = max(1, min(launches, setup.pool_bytes // nbytes))
-    order = torch.randperm(tables * count, generator=torch.Generator().manual_seed(0)) + 1
-    slots = [x.int().to(setup.device) for x in order.view(tables, count)]
-    return tables * count + 1, [slots[i % tables] for i in range(launches)]
+def own_slots(setup: Setup, model: Model, count: int, each: int = 1) -> tuple[int, list[Tensor]]:
+    """Slots of a pool, the first of them reserved, and those of each launch."""
+    total, slots = slots_of_launches(setup, count, each, model.pool(1).nbytes)
+    return total + 1, [x + 1 for x in slots]
 
 
 def stepped(
@@ -103,7 +90,7 @@ def decode(row: Row, setup: Setup) -> Work:
     case: Any = row.call
     model, count, each = model_of(case, setup), len(case.lengths), case.lengths[0]
     drafts = case.step == "verify"
-    total, slots = own_slots(setup, model, count * each)
+    total, slots = own_slots(setup, model, count, each)
     tables = [x.view(count, each) for x in slots] if drafts else slots
     pool, accepted = model.pool(total), model.index([1 + i % each for i in range(count)])
     batch, some = Batch(model, model.tokens(count * each), case.lengths), tables[0][:CHECKED].long()
@@ -111,11 +98,10 @@ def decode(row: Row, setup: Setup) -> Work:
 
     def make(layer: Any, tolerance: float) -> Contender:
         layer.room = torch.empty_like
-        run = (
-            (lambda at: layer.verify(batch, pool, at, accepted))
-            if drafts
-            else (lambda at: layer.decode(batch, pool, at))
-        )
+
+        def run(at: Tensor) -> Tensor:
+            return layer.verify(batch, pool, at, accepted) if drafts else layer.decode(batch, pool, at)
+
         return stepped(run, tables, [(pool, before)], some, tolerance)
 
     found = layers(case, setup, model, make, TOLERANCE_FOR_FEW)

@@ -66,16 +66,17 @@ def step(row: Row, setup: Setup) -> Work:
     mixed, some = torch.empty_like(x)[:, None], slots[0][:CHECKED].long()
     before, parameters = (pool[some], windows[some]), {name: call[name] for name in ("A_log", "dt_bias", "lower_bound")}
 
+    rows = {"x": x, "raw_g": call["g"][:, 0], "raw_beta": call["beta"][:, 0], "output_gate": z}
+
     def fused(at: Tensor) -> Tensor:
-        rows = {"x": x, "raw_g": call["g"][:, 0], "raw_beta": call["beta"][:, 0], "output_gate": z}
         states = {"state": pool, "conv_state": windows, "state_indices": at, "weight": weight, "norm_weight": norm}
         options = {"norm_eps": EPS, "output": call["output"], "backend": setup.backend}
         return fd.fused_kda_decode(**rows, **states, **parameters, **options)
 
-    def bare(at: Tensor, rows: Tensor = x) -> Tensor:
+    def bare(at: Tensor, mixed_qkv: Tensor = x) -> Tensor:
         rest = {name: y for name, y in call.items() if name not in ("q", "k", "v", "g", "beta")}
         g, beta = call["g"].flatten(1), call["beta"].flatten(1)
-        return fd.recurrent_kda(mixed_qkv=rows, g=g, beta=beta, **rest, ssm_state_indices=at, backend=beside)[0]
+        return fd.recurrent_kda(mixed_qkv=mixed_qkv, g=g, beta=beta, **rest, ssm_state_indices=at, backend=beside)[0]
 
     def chain(at: Tensor) -> Tensor:
         fd.short_convolution(x[:, None], weight, state_pool=windows, state_indices=at, out=mixed, backend=beside)
@@ -111,8 +112,7 @@ def step(row: Row, setup: Setup) -> Work:
         "bare": contender(bare, chain, TOLERANCE_FOR_FEW),
         "fla": functions if isinstance(functions, str) else fla(functions),
     }
-    tensors = {"x": x, "raw_g": call["g"][:, 0], "raw_beta": call["beta"][:, 0], "output_gate": z}
-    tensors = {name: y[:CHECKED] for name, y in tensors.items()} | {"weight": weight, "norm_weight": norm, **parameters}
+    tensors = {name: y[:CHECKED] for name, y in rows.items()} | {"weight": weight, "norm_weight": norm, **parameters}
     exact = float64(tensors | dict(zip(("state", "conv_state"), before)))
     own = torch.arange(len(some), device=setup.device)
     o = fd.fused_kda_decode(**exact, state_indices=own, norm_eps=EPS, backend="reference")
@@ -219,8 +219,7 @@ def train(row: Row, setup: Setup) -> Work:
         named = dict(zip(t, results))
         return gate.gradient_errors(want, functools.partial(part, case), [named[name] for name in LEAVES])
 
-    facts = {"input_bytes": sum(x.nbytes for x in t.values()), "result_bytes": sum(x.nbytes for x in t.values())}
-    return Work(made, errors, facts)
+    return Work(made, errors)
 
 
 # ---- kernels beside attention ----------------------------------------------------------------------------------------
@@ -251,12 +250,11 @@ def around(row: Row, setup: Setup) -> Work:
         "fla": setup.peer("fla_conv" if convolves else "fla_norm", fla),
     }
     want = ours(x.double(), z.double(), weight.double(), "reference")
-    return Work(made, functools.partial(gate.errors, want, ("o",)), {"bytes": (2 if convolves else 3) * x.nbytes})
+    return Work(made, functools.partial(gate.errors, want, ("o",)))
 
 
-PROGRAM = Program(
-    "layer", workloads.LAYER, make, peers=tuple(dict.fromkeys((*FLA_STEP, *FLA_LAYER))), grad=torch.enable_grad
-)
+PEERS = tuple(dict.fromkeys((*FLA_STEP, *FLA_LAYER)))
+PROGRAM = Program("layer", workloads.LAYER, make, peers=PEERS, grad=torch.enable_grad)
 
 if __name__ == "__main__":
     sys.exit(main(PROGRAM))

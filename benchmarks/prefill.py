@@ -54,14 +54,12 @@ def prefill(row: Row, setup: Setup) -> Work:
     cudnn = contenders.cudnn_prefills(setup.peers.get("cudnn", "not asked for"), call, case)
     made |= {name: peer(bound) for name, bound in cudnn.items()}
     if row.table == "split":
-        offsets = call.get("cu_seqlens")
         made |= {"whole": ours(split=False)}
-        made |= {"cu_seqlens_cpu": ours(cu_seqlens_cpu=offsets.cpu())} if offsets is not None else {}
+    if case.lengths and (row.table == "split" or max(case.lengths) <= 128):
+        # where it decides which kernels a call has
+        made |= {"cu_seqlens_cpu": ours(cu_seqlens_cpu=call["cu_seqlens"].cpu())}
     chosen = fd.explain(fd.chunk_kda, **call, backend=setup.backend)
-    # q, k, v and g are read once, o is written once
-    moved = 2 * case.B * case.tokens * (case.H * 2 * case.K + case.HV * (2 * case.V + case.K))
-    facts: dict[str, object] = {"bytes": moved, "backend": chosen.chosen}
-    facts |= {} if chosen.segments is None else {"segments": chosen.segments}
+    facts = {"backend": chosen.chosen} | ({} if chosen.segments is None else {"segments": chosen.segments})
     return Work(made, functools.partial(gate.errors, want, ("o", "state")), facts)
 
 
@@ -95,9 +93,7 @@ def float32(row: Row, setup: Setup) -> Work:
     def errors(results: Results) -> gate.Errors:
         return gate.errors(want, ("o", "w", "u"), [x.flatten(0, 1)[heads] for x in results])
 
-    heads_moved, C = case.B * case.H, case.chunk_size
-    moved = 4 * heads_moved * (case.T * (5 * case.K + 1) + -(-case.T // C) * C * 2 * case.K)
-    return Work(made, errors, {"bytes": moved})
+    return Work(made, errors)
 
 
 PROGRAM = Program("prefill", workloads.PREFILL, make, peers=("fla", "cudnn", "flash_kda", "attn_gym", "engine"))

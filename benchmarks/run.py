@@ -100,12 +100,22 @@ class Program:
     measure: Callable[[Any, Setup], dict] | None = None
 
 
+LEAST_LAUNCHES = 16
+"""Launches in a graph: starting one takes some microseconds, which are not the steps'."""
+
+
+def slots_of_launches(setup: Setup, N: int, T: int, state_bytes: int) -> tuple[int, list[Tensor]]:
+    """The number of slots, and for each launch a tensor of `N * T` of its own, aligned as an engine's are: the same again where
+    memory is short. Launches read `graph_bytes` of states together."""
+    launches = min(setup.launches, max(LEAST_LAUNCHES, -(-setup.graph_bytes // (N * state_bytes))))
+    tables = max(1, min(launches, setup.pool_bytes // (N * T * state_bytes)))
+    order = torch.randperm(tables * N * T, generator=torch.Generator().manual_seed(0)).int()
+    each = [x.to(setup.device, copy=True) for x in order.view(tables, -1)]
+    return len(order), [each[i % tables] for i in range(launches)]
+
+
 def in_launches(
-    run: Callable[[Tensor], object],
-    slots: Sequence[Tensor],
-    checked: Callable[[], Results],
-    tolerance: float,
-    host: bool = False,
+    run: Callable, slots: Sequence[Tensor], checked: Callable[[], Results], tolerance: float, host: bool = False
 ) -> Contender:
     """A graph's launches, each on slots of its own. It returns nothing: `checked` checks one of them."""
 
@@ -122,8 +132,7 @@ def in_launches(
 
 def summarize(error: Exception) -> str:
     """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def checked(contender: Contender, work: Work, setup: Setup) -> dict:
@@ -183,9 +192,7 @@ def measured(work: Work, setup: Setup) -> dict[str, dict]:
         found[name][key] = ms / work.launches
     for key in ("cold_ms", "graph_cold_ms"):
         calls, counts = {}, {}
-        for name, own in runs:
-            if own != key:
-                continue
+        for name in [name for name, own in runs if own == key]:
             calls[name], counts[name] = runs[name, key], work.launches
             if key == "graph_cold_ms" and work.launches == 1 and setup.device.type == "cuda":
                 call = work.contenders[name].call  # type: ignore[union-attr]
@@ -240,6 +247,7 @@ def measure_all(program: Program, rows: Sequence[Row], setup: Setup, path: Path)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     run = {"date": now, **environment(setup.device), "ceilings": dict(setup.ceilings), "rounds": setup.rounds}
     for row in rows:
+        print(f"measuring {row.name}", file=sys.stderr, flush=True)
         found = measure(program, row, setup)
         record(path, program.name, run, found)
         yield found
@@ -307,17 +315,9 @@ def main(program: Program, arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         known.error(str(error))
     timer = timing.Timer(device)
-    wanted = program.peers if asked.peers is None else asked.peers
-    setup = Setup(
-        device,
-        timer,
-        asked.rounds,
-        asked.backend,
-        peers={name: contenders.find(name) for name in wanted},
-        ceilings=timing.ceilings(device, timer),
-        kernels=asked.kernels,
-    )
-    for name, why in setup.peers.items():
+    peers = {name: contenders.find(name) for name in (program.peers if asked.peers is None else asked.peers)}
+    setup = Setup(device, timer, asked.rounds, asked.backend, peers, timing.ceilings(device, timer), asked.kernels)
+    for name, why in peers.items():
         if isinstance(why, str):
             print(f"{name}: {why}", file=sys.stderr)
     wrong = 0

@@ -75,8 +75,7 @@ def title(column: str, way: str) -> str:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    head, *rows = table
-    lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
+    lines = [table[0], ["---", *("---:" for _ in table[0][1:])], *table[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -106,10 +105,8 @@ class Table:
         for column in (x for x in self.columns if "/" in x):
             known = [x for row in rows if (x := ratio(row, column)) is not None]
             if len(known) > 1:
-                ends = f"{min(known):.2f}x to {max(known):.2f}x"
-                said.append(
-                    f"{title(column, way)}: {statistics.geometric_mean(known):.2f}x in the geometric mean, {ends}."
-                )
+                mean, least, most = statistics.geometric_mean(known), min(known), max(known)
+                said.append(f"{title(column, way)}: {mean:.2f}x in the geometric mean, {least:.2f}x to {most:.2f}x.")
         return f"{markdown(table)}\n\n{' '.join(said)}"
 
     def has(self, row: dict) -> bool:
@@ -191,6 +188,20 @@ def headlines() -> dict[str, tuple[str, dict[str, tuple[float, str]], str]]:
     return found
 
 
+def served() -> list[list[str]]:
+    """README's line of a server's tokens per second, once `benchmarks/serve/run.py times` has left a serve-*.json there."""
+    lines = []
+    for path in sorted(RESULTS.glob("serve-*.json")):
+        row = [x for x in load(path)["samples"] if x["scenario"] == "linear" and x["row"].startswith("tokens/s")]
+        if row:
+            ours, engine = (f"{statistics.median(x[mode] for x in row):,.0f} tokens/s" for mode in ("on", "off"))
+            name = f"[vLLM serves Kimi-Linear's layers: {row[0]['row'][10:]}](benchmarks/results/{path.name})"
+            engine += f" ({statistics.median(x['on'] / x['off'] for x in row):.2f}x)"
+            gpu, repeat = load(path)["engines"]["linear:on"]["gpu"][7:], "`python benchmarks/serve/run.py times`"
+            lines.append([name, ours, "-", engine, "-", gpu, repeat])
+    return lines
+
+
 def readme() -> str:
     lines = [["", "ours", *BESIDE, "GPU", "repeat with"]]
     for what, (ours, beside, commit) in headlines().items():
@@ -200,7 +211,7 @@ def readme() -> str:
         repeat = f'`python -m benchmarks.{program} --rows "{name}"`'
         link = f"[{what}](benchmarks/results/{results}.json)"
         lines.append([link, ours, *cells, f"{gpu.upper()}, `{commit}`", repeat])
-    return markdown(lines)
+    return markdown(lines + served())
 
 
 TABLES["readme"] = readme
@@ -208,22 +219,22 @@ TABLES["readme"] = readme
 
 def picture() -> str:
     """README's picture: ours and FLA's sustained times in pairs of bars, as shares of FLA's."""
-    rows, width, left = {k: x for k, x in headlines().items() if "FLA" in x[1]}, 330, 350
+    rows, width = {k: x for k, x in headlines().items() if "FLA" in x[1]}, 330
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
     for i, (what, (ours, beside, _)) in enumerate(rows.items()):
         times, fla = beside["FLA"]
-        y, bar = 32 + 46 * i, width / times
+        y, bar = 52 + 64 * i, width / times
         what = f"{what}, {HEADLINES[what][0][-4:].upper()}"
         parts += [
-            f"<text x='{left - 8}' y='{y + 22}' text-anchor='end' {style}>{escape(what)}</text>",
-            f"<rect x='{left}' y='{y}' width='{width}' height='17' fill='silver'/>",
-            f"<text x='{left + width + 6}' y='{y + 13}' {style}>FLA {fla}</text>",
-            f"<rect x='{left}' y='{y + 18}' width='{bar:.1f}' height='17' fill='#1f77b4'/>",
-            f"<text x='{left + bar + 6:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
+            f"<text x='10' y='{y - 6}' {style}>{escape(what)}</text>",
+            f"<rect x='10' y='{y}' width='{width}' height='17' fill='silver'/>",
+            f"<text x='{width + 16}' y='{y + 13}' {style}>FLA {fla}</text>",
+            f"<rect x='10' y='{y + 18}' width='{bar:.1f}' height='17' fill='#1f77b4'/>",
+            f"<text x='{bar + 16:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
         ]
-    size = f"width='{left + width + 180}' height='{40 + 46 * len(rows)}'"
+    size = f"viewBox='0 0 {width + 170} {36 + 64 * len(rows)}' width='{width + 170}'"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect width='100%' height='100%' fill='white'/>"
     return "\n".join([head, *parts, "</svg>\n"])
 

@@ -85,6 +85,8 @@ _MAIN = (
     _prefill("prefill", "packed 8 x 1024 H64", "no tails: packing alone", 64, lengths=(1024,) * 8),
     _prefill("prefill", "packed 20 random H64", "many tails; 8192 tokens in all", 64, lengths=RANDOM),
     _prefill("prefill", "packed 6 uneven H96", "a serving batch, 96 heads", 96, lengths=UNEVEN),
+    _prefill("prefill", "packed 200 x 40 H16", "short prompts, or what is left of long ones", 16, lengths=(40,) * 200),
+    _prefill("prefill", "packed 64 x 100 H32", "prompts of two chunks, the second half empty", 32, lengths=(100,) * 64),
     _prefill("prefill", "GVA T8192 H16 HV64", "four value heads share a query/key head", 16, HV=64),
     _prefill("other gates and heads", "T8192 H32 softplus", "Kimi-Linear-48B's heads and gate", 32, **UNBOUNDED),
     _prefill("other gates and heads", "T8192 H64 softplus", "the headline without a bound", 64, **UNBOUNDED),

@@ -1,6 +1,7 @@
 """What the site shows beside docs/: every file of the repository that a page links to, under `repository/` with its own path.
 
-Links in the pages are those of the repository, so that they lead somewhere in an editor, too.
+Links in the pages are those of the repository, so that they lead somewhere in an editor, too. The site's address and the
+repository's are those of `[project.urls]` in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 PREFIX = "repository/"
+
+
+def on_config(config: Any) -> Any:
+    urls = dict(re.findall(r'^(Repository|Documentation) = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M))
+    config.repo_url, config.site_url = urls["Repository"], urls["Documentation"] + "/"
+    return config
 
 
 def target(page: str, link: str) -> str:
@@ -50,8 +57,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links as those of the site."""
+    """Links as those of the site. The tuning log, which only links lead to, stays out of the search."""
     here = page.file.src_uri
+    if here.startswith("log/"):
+        page.meta["search"] = {"exclude": True}
 
     def moved(match: re.Match[str]) -> str:
         found = to_site(target(to_repository(here), match[2]))

@@ -259,9 +259,8 @@ def compared(reports: dict[str, dict]) -> tuple[list[dict], list[dict]]:
             apart = [distance(off["scores"][way], on["scores"][way]) for way in off["scores"]]
             itself = [distance(*pair) for pair in own]
             for what, i in (("mean", 0), ("largest", 1)):
-                logs.append(
-                    {"scenario": name, "what": what, "on": max(x[i] for x in apart), "off": max(x[i] for x in itself)}
-                )
+                largest = {"on": max(x[i] for x in apart), "off": max(x[i] for x in itself)}
+                logs.append({"scenario": name, "what": what} | largest)
     return rows, logs
 
 

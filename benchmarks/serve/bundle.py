@@ -109,9 +109,8 @@ def main(out: str, wheels: str | None = None) -> None:
                     if name in SLIM:
                         path.write_bytes(slim(path.read_bytes()))
         deps = [str(x.relative_to(work / "deps")) for x in (work / "deps").rglob("*") if x.is_file()]
-        jobs = [(to, piece, work / "site", names) for piece, names in pieces.items()] + [
-            (to, "deps", work / "deps", deps)
-        ]
+        jobs = [(to, piece, work / "site", names) for piece, names in pieces.items()]
+        jobs.append((to, "deps", work / "deps", deps))
         with ThreadPoolExecutor(2) as pool:  # lzma lets go of the interpreter
             for line in pool.map(lambda job: pack(*job), jobs):
                 print(line, flush=True)

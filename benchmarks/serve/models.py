@@ -55,16 +55,13 @@ def config(scenario: Scenario, sizes: Sizes) -> dict:
     names = dict(architectures=["KimiLinearForCausalLM"], model_type="kimi_linear", torch_dtype="bfloat16")
     text = dict(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False)
     text |= dict.fromkeys(("max_position_embeddings", "model_max_length"), 1 << 20)
-    layer: dict = dict(
-        hidden_size=2304, intermediate_size=9216, hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10000.0
-    )
-    layer |= dict(num_hidden_layers=layers, num_nextn_predict_layers=0, linear_attn_config=linear)
+    layer: dict = dict(hidden_size=2304, intermediate_size=9216, hidden_act="silu", rms_norm_eps=1e-5)
+    layer |= dict(rope_theta=10000.0, num_hidden_layers=layers, num_nextn_predict_layers=0, linear_attn_config=linear)
     mla: dict = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, head_dim=72)
     mla |= dict(q_lora_rank=1536 if scenario.k3 else None, mla_use_nope=True, mla_use_output_gate=scenario.k3)
     mla |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), heads)
-    moe: dict = dict(
-        num_experts=experts or None, num_experts_per_token=min(8, experts) or None, moe_intermediate_size=1024
-    )
+    moe: dict = dict(num_experts=experts or None, num_experts_per_token=min(8, experts) or None)
+    moe["moe_intermediate_size"] = 1024
     moe |= dict.fromkeys(("num_expert_group", "topk_group", "first_k_dense_replace", "moe_layer_freq"), 1)
     moe |= dict(num_shared_experts=int(experts > 0), moe_router_activation_func="sigmoid", routed_scaling_factor=2.446)
     return names | text | layer | mla | moe | dict.fromkeys(("moe_renormalize", "use_grouped_topk"), True)

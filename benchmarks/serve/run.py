@@ -18,7 +18,6 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import agree
@@ -47,22 +46,12 @@ def parse() -> argparse.Namespace:
     add("--cases", help="SCENARIO:MODE,... that start together; groups after ';' start when those before have ended")
     add("--waves", type=int, default=1, help="how often processes start anew (default: 1)")
     add("--rows", default="", help="of times: those whose names have one of PART,...")
-    add("--layers", type=int, help="every fourth is MLA")
-    add("--experts", type=int, help="of a layer; 0: dense")
-    add("--cache-gib", type=float, help="of each engine")
     add("--limit", type=float, default=3600, help="seconds for everything; what is there by then is reported")
-    add(
-        "--work",
-        help="for engines' logs and caches",
-        default=os.environ.get("SERVE_DIR") or os.path.join(tempfile.gettempdir(), "flashdelta_serve"),
-    )
+    work = os.environ.get("SERVE_DIR") or os.path.join(tempfile.gettempdir(), "flashdelta_serve")
+    add("--work", help="for engines' logs and caches", default=work)
     add("--out", default=os.environ.get("OUT", "."))
     add("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.what in SIZES:
-        given = {name: getattr(args, name) for name in ("layers", "experts", "cache_gib")}
-        args.sizes = replace(SIZES[args.what], **{name: x for name, x in given.items() if x is not None})
-    return args
+    return parser.parse_args()
 
 
 def child(args: argparse.Namespace) -> None:
@@ -72,7 +61,7 @@ def child(args: argparse.Namespace) -> None:
         agree.install()
     models.register()
     folder = os.path.join(args.work, "models", f"{args.what}-{name}-{mode}")
-    llm = models.engine(models.SCENARIOS[name], mode, args.sizes, folder)
+    llm = models.engine(models.SCENARIOS[name], mode, SIZES[args.what], folder)
     described = models.described(llm)
     if args.what != "memory":
         times.warm(llm, name)
@@ -110,7 +99,7 @@ def main() -> int:
     for folder in (args.work, args.out):
         os.makedirs(folder, exist_ok=True)
     until = time.monotonic() + args.limit
-    found: dict = {"what": args.what, "sizes": vars(args.sizes), "not stock": NOT_STOCK, "samples": []}
+    found: dict = {"what": args.what, "sizes": vars(SIZES[args.what]), "not stock": NOT_STOCK, "samples": []}
     found |= {"engines": {}, "reports": {}, "compiled": {}}
     arguments = [x for x in sys.argv[1:] if x != "--child"]
     for wave in range(args.waves):
@@ -177,9 +166,8 @@ def report(files: list[dict], docs: bool = False) -> int:
         print(table := agree.table(rows, logs))
         if docs:
             fill("numerics.md", "agreement", table)
-        for f in files:
-            for case, x in f["reports"].items():
-                print(case, {part: {k: y for k, y in p.items() if k != "layers"} for part, p in x["parts"].items()})
+        for case, x in ((case, x) for f in files for case, x in f["reports"].items() if "parts" in x):
+            print(case, {part: {k: y for k, y in p.items() if k != "layers"} for part, p in x["parts"].items()})
         wrong += agree.passes(rows, logs) or ([] if rows else ["nothing to compare"])
     print(*(f"WRONG {x}" for x in wrong), sep="\n")
     return bool(wrong)

@@ -140,9 +140,8 @@ def in_turn(workers: list[Worker], until: float, wave: int, keep: Callable[[dict
                 if None in answers.values():
                     print(*(line for w in group for line in w.log().splitlines()[-8:]), sep="\n", flush=True)
                     return
-                keep(
-                    {"scenario": scenario, "row": row, "wave": wave} | {mode: x["found"] for mode, x in answers.items()}
-                )
+                numbers = {mode: x["found"] for mode, x in answers.items()}
+                keep({"scenario": scenario, "row": row, "wave": wave} | numbers)
 
 
 def warm(llm, name: str) -> None:
@@ -167,9 +166,8 @@ def summary(samples: list[dict]) -> list[dict]:
             row[mode] = {"median": statistics.median(s[mode] for s in each)}
             if mode != "off" and "off" in each[0] and not name.startswith("count"):
                 power = -1 if name.startswith("tokens/s") else 1  # more is better
-                waves = [
-                    [(s["off"] / s[mode]) ** power for s in each if s["wave"] == w] for w in {s["wave"] for s in each}
-                ]
+                found_in = {s["wave"] for s in each}
+                waves = [[(s["off"] / s[mode]) ** power for s in each if s["wave"] == w] for w in found_in]
                 medians = [statistics.median(x) for x in waves]
                 gain = statistics.median(itertools.chain(*waves))
                 row[mode] |= {"gain": gain, "least": min(medians), "most": max(medians), "processes": len(waves)}
@@ -184,9 +182,7 @@ def table(rows: list[dict]) -> str:
         for mode in ("on", "fused"):
             if "off" in row and mode in row:
                 name, x = row["scenario"] + (", fused" if mode == "fused" else ""), row[mode]
-                gain = f"{x['gain']:.2f} ({x['least']:.2f} to {x['most']:.2f})" if "gain" in x else ""
-                unit = "" if row["row"].startswith(("tokens", "count")) else ", ms"
-                lines.append(
-                    f"| {name} | {row['row']}{unit} | {row['off']['median']:,.4g} | {x['median']:,.4g} | {gain} |"
-                )
+                gain = f"{x['gain']:.2f} ({x['least']:.2f}-{x['most']:.2f})" if "gain" in x else ""
+                what = row["row"] + ("" if row["row"].startswith(("tokens", "count")) else ", ms")
+                lines.append(f"| {name} | {what} | {row['off']['median']:,.4g} | {x['median']:,.4g} | {gain} |")
     return "\n".join(lines)

@@ -49,9 +49,10 @@ def pipeline_kernel(x_d, y_d, out_d, inner, STAGES: gl.constexpr):
     acc = gl.zeros((M, N), gl.float32, layout=ACC)
     for i in range((inner + K - 1) // K):
         stage = i % STAGES
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)  # a stage's phase changes each time it is filled
+        # a stage's phase changes each time it is filled
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         acc = warpgroup_mma(x_s.index(stage), y_s.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # this product runs on, the one before has ended
+        acc = warpgroup_mma_wait(1, deps=[acc])  # this product runs on
         barrier()  # all warps: the previous product's stage is free to refill
         start(x_d, y_d, x_s, y_s, full, row, column, i + STAGES - 1, inner, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])

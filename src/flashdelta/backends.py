@@ -219,11 +219,12 @@ class HopperBackend(Backend):
         return build_hopper(problem, t)
 
     def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
-        from .kernels.hopper.build import in_steps
+        from .kernels.hopper.build import in_one_launch, in_steps
         from .kernels.hopper.segments import SPLIT_COSTS, room
 
         most = room(problem, device)
-        return planned_parts(problem, chunks, 0 if in_steps(problem, most) else most, SPLIT_COSTS)
+        whole = in_steps(problem, most) or in_one_launch(problem, device)
+        return planned_parts(problem, chunks, 0 if whole else most, SPLIT_COSTS)
 
 
 def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Executable:

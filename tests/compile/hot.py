@@ -13,10 +13,7 @@ BEGIN, END = "<!-- hot variants: written by `make record` -->\n", "<!-- end -->\
 KERNELS = {
     "prepare": ("fixed length", "offsets in int64", "unbounded, fixed length"),
     "recurrence": (
-        "fixed length",
-        "offsets in int64",
-        "stream-K, fixed length",
-        "stream-K, offsets in int64",
+        *("fixed length", "offsets in int64", "stream-K, fixed length", "stream-K, offsets in int64"),
         "split, fixed length",
     ),
     "transitions": ("split, fixed length",),

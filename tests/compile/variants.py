@@ -145,6 +145,8 @@ class Variant:
         lengths = {"lengths": (T,) * N, "offsets_dtype": self.offsets} if self.packed else {"B": N, "T": T}
         case = Case(**self._shape(), **lengths, lower_bound=bound, h=self.intermediate, chunk_size=C)
         call = meta_call(case, self.dtype)
+        if self.packed and self.chunks == 1:
+            call["cu_seqlens_cpu"] = T * torch.arange(N + 1, dtype=self.offsets)
         if self.g_dtype is not None:
             call["g"] = call["g"].to(self.g_dtype)
         if self.copied:
@@ -276,14 +278,16 @@ KINDS: dict[str, Given] = {
     "hopper wy": HOPPER | {"operation": "wy"},
     "hopper fused": HOPPER | FUSED,
     "hopper steps": HOPPER | {"heads": 64},
+    "hopper short": HOPPER | {"heads": 64, "sequences": 5, "chunks": 1},
     "hopper tried": HOPPER | {"heads": 8, "chunks": 128},
     "hopper decode": HOPPER
     | {"operation": "decode", "packed": False, "state_v_first": True, "state_dtype": BF16, "N": 512},
     "hopper replay": HOPPER | {"operation": "decode", "packed": False, "state_v_first": True, "records": True},
     "hopper commit of records": HOPPER | {"operation": "commit", "state_v_first": True, "records": True},
 }
-"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `tried` segments on trial, of
-sequences long enough for them, and its own kernel of decoding is for many sequences and states in bfloat16."""
+"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `short` are
+sequences of one chunk, `tried` segments on trial, of sequences long enough for them, and its own kernel of decoding is for
+many sequences and states in bfloat16."""
 
 
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
@@ -433,6 +437,7 @@ VARIANTS = (
     *variants("hopper K64 V64", " split, fixed length", " over ranks, fixed length, V first, backward"),
     *variants("hopper K64 V64 over two ranks, fixed length, V first, backward", rank=SECOND),
     *variants("hopper K64 V64 split, backward"),
+    *variants("hopper short K128 V128", "", " fixed length", " pool, V first", " V first, states in bf16"),
     *variants("hopper tried K128 V128"),
     *variants("hopper tried", " K128 V128, fixed length", " K128 V128, pool, V first", " K64 V64, fixed length"),
     *variants("hopper steps K128 V128", "", " fixed length", " offsets in int64", " V first, states in bf16"),

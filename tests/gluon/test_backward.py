@@ -93,6 +93,7 @@ CASES = [*((small(case), "triton") for case in WITH_GRADIENTS), *((case, "hopper
 LONG = replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(576,), state=FP32, memory="long")
 FEW = {"chunk_size": 32, "K": 32, "V": 32, "H": 1, "HV": 1}
 V_FIRST = replace(BY_NAME["state_bf16_v_first"], T=66, **FEW)
+GROUPED = replace(UNBOUNDED, name="grouped_v_first", H=1, HV=2, v_first=True, memory="long")
 SPLIT = [
     # segments of unequal length beside a sequence of one chunk, an empty one and one that stays whole
     (replace(BY_NAME["packed"], name="packed", T=0, lengths=(40, 0, 68, 5), h=False, **FEW), "triton"),
@@ -101,12 +102,7 @@ SPLIT = [
     # which go from segment to segment through memory
     (replace(BY_NAME["softplus"], name="wide states", T=66, **FEW | {"K": 256}), "triton"),
     (replace(LONG, name="packed", lengths=(130, 0, 64, 257)), "hopper"),
-    (
-        replace(
-            UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True, memory="long"
-        ),
-        "hopper",
-    ),
+    (replace(GROUPED, lengths=(63, 0, 200), state=BF16), "hopper"),
     (replace(on_gpu(BY_NAME["decay"]), name="rows", B=2, T=140, memory="long"), "hopper"),
 ]
 

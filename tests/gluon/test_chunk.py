@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import flashdelta as fd
 from flashdelta.kernels.hopper import build, recurrence
 
 from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
 from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import check_h, chunked_truth, covered_tokens, same_bits, tolerance_of, truth
+from ..support.oracle import check_h, chunked_truth, covered_tokens, tolerance_of, truth
 from ..support.stream_k import Work
-from .checks import hold_nan_inside, hopper_call, poisoned, steps_call
+from .checks import hold_bits_alone, hold_nan_inside, hopper_call, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
@@ -42,6 +41,7 @@ def test_cases(case: Case):
 
 LONG = replace(KIMI, name="long", H=1, HV=1, K=64, V=64, memory="long")
 WIDE = replace(UNBOUNDED, name="wide", H=1, HV=1, lengths=(330, 5, 70), state=FP32, v_first=True, memory="long")
+UNEVEN = replace(LONG, name="uneven", H=3, HV=3, lengths=(400, 0, 300, 64, 1), state=FP32)
 # a CTA does several tiles, one after another; the loader is as far ahead as it may be, or as late; the last CTA is first
 TILES, LATE, LAST = {"sms": 2}, {"workers_first": False, "last_first": True}, {"last_first": True}
 TURNS = [
@@ -49,11 +49,7 @@ TURNS = [
     (replace(LONG, name="packed", HV=2, lengths=(130, 0, 300, 1, 65), state=FP32, h=True), False, [TILES, LATE]),
     (WIDE, False, [TILES, LATE]),
     (replace(LONG, name="one length", H=5, HV=5, T=500, state=FP32), True, [{"sms": 3}, {"sms": 3} | LAST]),
-    (
-        replace(LONG, name="uneven", H=3, HV=3, lengths=(400, 0, 300, 64, 1), state=FP32, h=True),
-        True,
-        [{"sms": 3}, {"sms": 3} | LAST],
-    ),
+    (replace(UNEVEN, h=True), True, [{"sms": 3}, {"sms": 3} | LAST]),
     (replace(WIDE, name="wide V64", V=64, lengths=(200, 0, 520), v_first=False), True, [TILES, TILES | LAST]),
 ]
 
@@ -77,7 +73,7 @@ def test_turns_change_no_bit(case: Case, stream_k: bool, orders: list[dict], mon
 
 CHECKED = [
     (replace(LONG, name="rows", B=2, H=2, HV=2, K=128, T=500, state=FP32), 5, False),
-    (replace(LONG, name="uneven", H=3, HV=3, K=128, lengths=(400, 0, 300, 64, 1), state=FP32, v_first=True), 7, True),
+    (replace(UNEVEN, K=128, v_first=True), 7, True),
 ]
 
 
@@ -130,11 +126,7 @@ def test_split_is_the_recurrence(case: Case, parts: int, sms: int | None):
 
 
 def test_forced_split_of_a_sequence_is_its_own():
-    call = hopper_call(replace(LONG, lengths=(200, 300), state=FP32), split=3)
-    alone = call | {name: call[name][:, :200] for name in TOKEN_TENSORS}
-    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
-    together, own = fd.chunk_kda(**call), fd.chunk_kda(**alone)
-    assert same_bits(together[0][:, :200], own[0]) and same_bits(together[1][:1], own[1])
+    hold_bits_alone(hopper_call(replace(LONG, lengths=(200, 300), state=FP32), split=3), [0])
 
 
 def test_nan_stays_in_its_sequence():

@@ -49,34 +49,12 @@ def widths(cases: list) -> list[tuple]:
 
 SMALL = replace(KIMI, H=1, HV=2, V=64, T=192, state=FP32)
 FREE = replace(UNBOUNDED, H=1, HV=2, V=64, T=192, state=FP32)
-LENGTHS = [
-    *(
-        replace(SMALL, name=f"T{T}", T=T, v_first=v_first, V=V)
-        for T, v_first, V in (
-            (1, False, 128),
-            (16, True, 128),
-            (31, True, 64),
-            (32, False, 64),
-            (33, False, 128),
-            (64, True, 64),
-            (65, True, 128),
-            (130, False, 64),
-        )
-    ),
-    *(
-        replace(FREE, name=f"unbounded T{T}", T=T, v_first=T % 2 == 0, memory=memory)
-        for T, memory in (
-            (1, "new"),
-            (8, "short"),
-            (9, "new"),
-            (17, "short"),
-            (32, "new"),
-            (33, "short"),
-            (64, "new"),
-            (65, "short"),
-            (130, "new"),
-        )
-    ),
+TOKENS = [(1, False, 128), (16, True, 128), (31, True, 64), (32, False, 64)]
+TOKENS += [(33, False, 128), (64, True, 64), (65, True, 128), (130, False, 64)]
+LENGTHS = [replace(SMALL, name=f"T{T}", T=T, v_first=v_first, V=V) for T, v_first, V in TOKENS]
+LENGTHS += [
+    replace(FREE, name=f"unbounded T{T}", T=T, v_first=T % 2 == 0, memory=memory)
+    for T, memory in zip((1, 8, 9, 17, 32, 33, 64, 65, 130), itertools.cycle(("new", "short")))
 ]
 
 

@@ -151,11 +151,11 @@ def hold(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (
         assert results[1] is None
 
 
-def hold_each(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (0.0, 0.0)) -> None:
+def hold_each(call: dict, results: tuple, want: tuple) -> None:
     """As `hold`, for every sequence on its own: a wrong short one can't hide among long ones."""
     for n, (one, length) in enumerate(zip(sequence_calls(call), lengths_of(call))):
         try:
-            hold(one, of_sequence(call, results, n), of_sequence(call, want, n), slack)
+            hold(one, of_sequence(call, results, n), of_sequence(call, want, n))
         except AssertionError as error:
             raise AssertionError(f"sequence {n} of {length} tokens: {error}") from None
 
@@ -233,11 +233,11 @@ def joined(parts: Iterable[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(outputs, dim=1), torch.cat(states)
 
 
-def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> tuple[int, ...]:
-    """`count` random lengths up to `longest`, as many short as long ones; a part of them `empty`."""
+def lengths_between(seed: int, count: int, longest: int) -> tuple[int, ...]:
+    """`count` random lengths up to `longest`, as many short as long ones; a tenth of them are 0."""
     random = Random(seed)
     return tuple(
-        0 if random.random() < empty else round(math.exp(random.uniform(0.0, math.log(longest)))) for _ in range(count)
+        0 if random.random() < 0.1 else round(math.exp(random.uniform(0.0, math.log(longest)))) for _ in range(count)
     )
 
 

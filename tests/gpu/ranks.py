@@ -46,8 +46,8 @@ REPLAYS = 3
 """Of a graph, one after another: the exchange of each is in the place of the last."""
 
 
-def cut_of(case: Case, ranks: int, backend: str, device: str = "cuda") -> Cut:
-    call = make_call(case, BF16, device) | {"output_final_state": True, "backend": backend}
+def cut_of(case: Case, ranks: int, backend: str) -> Cut:
+    call = make_call(case, BF16, "cuda") | {"output_final_state": True, "backend": backend}
     return Cut(call, ranks, incoming_of(call))
 
 
@@ -183,14 +183,12 @@ def every_case(group: dist.ProcessGroup, backend: str, compiles: bool = False) -
     return found
 
 
-def of_many_tokens(
-    group: dist.ProcessGroup, backend: str, device: str = "cuda", tokens: int = MANY
-) -> dict[str, float]:
+def of_many_tokens(group: dist.ProcessGroup, backend: str) -> dict[str, float]:
     """How far the rank's part of one sequence lies from that of the whole call on one GPU, by result; sums over all tokens are
     of all ranks."""
     rank, ranks = group.rank(), group.size()
-    case = replace(KIMI, name="ranks_many", lengths=(tokens,), H=2, HV=2, state=FP32, memory="slow")
-    cut = cut_of(case, ranks, backend, device)
+    case = replace(KIMI, name="ranks_many", lengths=(MANY,), H=2, HV=2, state=FP32, memory="slow")
+    cut = cut_of(case, ranks, backend)
     found, whole = cut.run(group), cut.whole(split=False)
     for name in SHARED:
         dist.all_reduce(found[name])

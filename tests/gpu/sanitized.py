@@ -32,6 +32,7 @@ from ..support.layer import gradients as layer_gradients
 from ..support.pools import BUFFERS_BY_NAME, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, as_recurrent, pool_call
 from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.ranks import Cut, incoming_of
+from ..support.refusals import BAD_OFFSETS
 from ..support.wy import WyCase, make_wy
 from .calls import KIMI, UNBOUNDED, in_steps, on_gpu, whole_heads
 from .test_pool import POOLS
@@ -42,7 +43,6 @@ CASES = [
     replace(UNBOUNDED, T=70, H=1, HV=2, memory="new"),
     replace(KIMI, lengths=(17, 0, 64, 1), state=BF16, v_first=True),
 ]
-BAD_OFFSETS = [(3, 40, 70), (-4, 40, 70), (0, 50, 20, 70), (0, 20, 71), (0, 2**40, -(2**40), 2**62)]
 LYING = [{"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
 
 RACE_CASES = [

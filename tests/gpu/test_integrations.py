@@ -40,14 +40,8 @@ def switched() -> Iterator[None]:
 def fla_model(**options: Any) -> Any:
     from fla.models import KDAConfig, KDAForCausalLM
 
-    sizes = {
-        "hidden_size": WIDTH,
-        "num_heads": HEADS,
-        "head_dim": 128,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCABULARY,
-    }
-    return KDAForCausalLM(KDAConfig(**sizes, fuse_cross_entropy=False, **options))
+    sizes = {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": 128, "num_hidden_layers": 2}
+    return KDAForCausalLM(KDAConfig(**sizes, vocab_size=VOCABULARY, fuse_cross_entropy=False, **options))
 
 
 def kimi_model() -> Any:

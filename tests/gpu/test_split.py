@@ -91,24 +91,15 @@ def _remembering(call: dict, low: float, high: float) -> dict:
     return call | {"g": torch.empty_like(call["g"]).uniform_(low, high), "use_gate_in_kernel": False}
 
 
-def near_the_whole(call: dict) -> None:
-    """`o` and the final states of a planned split."""
-    for name, x, whole in zip(("o", "final_state"), fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})):
-        assert_close(name, x, whole.double(), tolerance_of(call))
-
-
-def test_long_sequences_are_split_by_themselves(backend: str):
-    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 1, 70, 0)), backend=backend)
-    call = _remembering(call, -1e-3, 0.0)
-    assert _planned(call)[0] > 1 and _planned(call)[1:] == [1, 1, 1]
-    near_the_whole(call)
-
-
 @pytest.mark.parametrize("sizes", [*({"lengths": x} for x in PLANNED), {"H": 1, "HV": 1, "T": 2**20}], ids=str)
 def test_planned_splits_are_near_the_whole(sizes: dict, backend: str):
+    """`o` and the final states; short sequences beside a long one stay whole."""
     call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, **sizes), backend=backend)
-    assert "T" not in sizes or _planned(call)[0] > 8
-    near_the_whole(call)
+    parts = _planned(call)
+    assert "T" not in sizes or parts[0] > 8
+    assert sizes.get("lengths") != PLANNED[0] or parts[0] > 1 == max(parts[1:])
+    for name, x, whole in zip(("o", "final_state"), fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})):
+        assert_close(name, x, whole.double(), tolerance_of(call))
 
 
 @pytest.mark.parametrize("decays", [(-1e-5, 0.0), (-4.0, -0.5)], ids=["long memory", "strong decay"])

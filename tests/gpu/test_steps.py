@@ -49,12 +49,10 @@ CHECKS = {
     **cases(test_chunk.test_packed_with_states, HARD_CASES),
     **checks("both paths", [case for case in test_chunk.BOTH_PATHS + test_chunk.LONG_AND_HARD if case.K == 128]),
     **{f"every tail, {x.name}": partial(test_chunk.test_every_tail, FP32, x) for x in MODELS},
-    **{f"random packings, {x.name}": partial(test_chunk.test_random_packings, 40, x) for x in MODELS},
     **checks("layout", [replace(KIMI, B=2, T=130, **test_chunk.LAYOUTS["fused, grouped heads"])]),
     **checks("layout, packed", [replace(KIMI, **test_chunk.BETWEEN, **test_chunk.LAYOUTS["padded rows"])]),
     **checks("dims", [replace(KIMI, **dims) for dims in test_chunk.OTHER_DIMS]),
     **{f"every tail, K 64, {x}": partial(test_chunk.test_every_tail, x, NARROW) for x in (None, FP32)},
-    "random packings, K 64": partial(test_chunk.test_random_packings, 41, NARROW),
     "packed bits, K 64": partial(test_chunk.test_a_packed_sequences_bits_are_its_own, NARROW, CHUNK),
     **cases(test_pool.test_chunk_bf16, STATES, lambda x: x.case),
     **{
@@ -90,7 +88,6 @@ STREAM_K = {
     "pool, K first": partial(test_stream_k.test_split_tiles_of_a_pool, False, FP32),
     "pool, V first": partial(test_stream_k.test_split_tiles_of_a_pool, True, FP32),
     "graph": test_stream_k.test_a_graph_splits_anew_at_every_replay,
-    "a hundred times": test_stream_k.test_split_tiles_a_hundred_times,
 }
 
 

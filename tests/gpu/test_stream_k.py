@@ -14,7 +14,7 @@ from flashdelta.kernels.hopper import recurrence
 from ..support.cases import BF16, FP32, Case, case_id
 from ..support.decoding import memory_of
 from ..support.oracle import covered_tokens, lengths_of, same_bits
-from ..support.pools import gathered_and_scattered, pooled
+from ..support.pools import gathered_and_scattered
 from ..support.stream_k import Work
 from .calls import (
     CALLS_TO_A_REPLAY,
@@ -28,7 +28,7 @@ from .calls import (
     nothing_replayed,
     poisoned,
 )
-from .test_pool import gpu_pool_call
+from .test_pool import PREFILL, gpu_pool_call
 
 pytestmark = pytest.mark.gpu
 
@@ -82,15 +82,12 @@ def test_split_tiles_change_no_bit(case: Case, other_backend: str):
         assert_same_bits(poisoned(call), want, covered_tokens(call))
 
 
-POOL = pooled(
-    "stream-K",
-    "slots of tiles that are split, among null rows and an empty sequence",
-    replace(KIMI, H=64, HV=64, lengths=(900, 0, 1700, 64, 333, 1200), state=FP32, v_first=True),
-    (4, 7, -1, 0, 9, 5),
+POOL = replace(
+    PREFILL,  # slots of tiles that are split, among null rows and an empty sequence
+    case=replace(KIMI, H=64, HV=64, lengths=(900, 0, 1700, 64, 333, 1200), state=FP32, v_first=True),
+    indices=(4, 7, -1, 0, 9, 5),
     flags=(True, True, True, True, False, True),
-    slots=9,
-    gap=256,
-    index_dtype=torch.int32,
+    marks=None,
 )
 
 

@@ -160,6 +160,26 @@ HARD_CASES = [
     Case("beta_saturated", "beta logits of +-100", T=66, hard="beta_saturated", beta="double_logit"),
 ]
 
+WIDE: dict[str, Any] = {"H": 1, "K": 128, "V": 128, "state": FP32, **BOUNDED}
+SHORT_CASES = [
+    Case("short 40", "a part of a second step", T=40, **WIDE),
+    Case("short 64", "a whole chunk, values first", T=64, **WIDE | {"v_first": True}),
+    Case("short 65", "a token in the second chunk, states in bf16", B=2, T=65, **WIDE | {"state": BF16}),
+    Case("short 128", "two whole chunks", T=128, **WIDE | {"v_first": True, "state": BF16}),
+    Case("short, packed", "lengths beside chunks, and none", lengths=(65, 0, 1, 64, 130), **WIDE | {"HV": 3}),
+    Case("short, no states", "but a final one", lengths=(33, 0, 128), unused=5, **WIDE | {"state": None}),
+    Case(
+        "short, log decays",
+        "no parameters",
+        lengths=(17, 70),
+        **WIDE | {"gate": "none", "lower_bound": None},
+        safe=True,
+    ),
+    Case("short, pinned", "gates at their bound", lengths=(40, 90), hard="pinned", **WIDE),
+    Case("short, same keys", "repeated keys", lengths=(64, 100), hard="same_keys", ill_conditioned=True, **WIDE),
+]
+"""Of batches that `hopper` does in one launch."""
+
 CASES = [
     *LENGTH_CASES,
     *GATE_CASES,

@@ -126,30 +126,25 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
     hold_claims([replace(c, target="pool", index=(ends[c.index],)) for c in wanted], {"pool": found}, 0.0, of_states)
 
 
+_ROWS = BY_NAME["verify_rows"]
 _VERIFIED = [step for step in STEPS if step.rows is not None]
 REPLAYED = [
     *_VERIFIED,
     replace(
-        BY_NAME["verify_rows"],
-        name="rows",
-        lengths=(3, 0, 2, 5, 1),
-        indices=(1, 2, -1, 0, 7),
-        rows=(0, 1, 2, 3, 4),
-        buffer=5,
-        slots=4,
+        _ROWS, name="rows", lengths=(3, 0, 2, 5, 1), indices=(1, 2, -1, 0, 7), rows=(0, 1, 2, 3, 4), buffer=5, slots=4
     ),
     replace(BY_NAME["verify_16"], name="drafts_16", state=FP32, HV=2),
     replace(BY_NAME["verify_16"], name="drafts_15", T=16, spec=15, state=FP32),
-    replace(BY_NAME["verify_rows"], name="drafts_16_softplus", gate="softplus", spec=16, lengths=(17, 0, 16)),
-    replace(BY_NAME["verify_rows"], name="drafts_7_softplus", gate="softplus", spec=7, lengths=(8, 0, 5), state=FP32),
+    replace(_ROWS, name="drafts_16_softplus", gate="softplus", spec=16, lengths=(17, 0, 16)),
+    replace(_ROWS, name="drafts_7_softplus", gate="softplus", spec=7, lengths=(8, 0, 5), state=FP32),
     replace(BY_NAME["verify_long"], name="drafts_16_long", spec=16, lengths=(17, 18, 2)),
-    replace(BY_NAME["verify_rows"], name="drafts_9_packed", spec=9, lengths=(10, 1, 9), v_first=True),
+    replace(_ROWS, name="drafts_9_packed", spec=9, lengths=(10, 1, 9), v_first=True),
     replace(BY_NAME["verify"], name="softplus_bf16", gate="softplus", beta="double_logit", state=BF16, v_first=False),
     replace(BY_NAME["verify"], name="gate_none", gate="none", v_first=True, gap=9),
     replace(BY_NAME["verify"], name="logsigmoid", gate="logsigmoid", state=FP32),
     replace(BY_NAME["verify"], name="K256", K=256, V=256, H=1, HV=1, B=1, indices=(2,)),
     replace(BY_NAME["verify"], name="K1", K=1, V=2, H=1, HV=3),
-    replace(BY_NAME["verify_rows"], name="mixed", layout="mixed_rows", state=FP32, v_first=True, H=2, HV=4),
+    replace(_ROWS, name="mixed", layout="mixed_rows", state=FP32, v_first=True, H=2, HV=4),
 ]
 """Steps whose verification may go to a replay buffer."""
 

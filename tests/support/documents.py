@@ -20,6 +20,9 @@ NEEDS = {"a GPU": ("cuda",), "an engine": ("vllm", "sglang"), "a framework": ("n
 NEEDS |= {"ranks": ("init_device_mesh",), "kernels": ("KernelConfig",)}
 """Marks, and the words one of which their blocks have."""
 
+COLUMNS = 88
+"""What the site shows of a block without scrolling."""
+
 HEADING = re.compile(r"^(#+) +(.*)$", re.MULTILINE)
 
 
@@ -69,6 +72,8 @@ def faults(text: str) -> list[str]:
 def _faults(block: Block) -> list[str]:
     if block.language not in ("python", "bash", "text"):
         return [f"a block in {block.language!r}" if block.language else "a block in no language"]
+    if wide := [line for line in block.code.splitlines() if len(line) > COLUMNS]:
+        return [f"a line of more than {COLUMNS} columns: {line}" for line in wide]
     if block.needs is not None:
         if block.needs not in NEEDS:
             return [f"marked with {block.needs!r}"]

@@ -59,6 +59,11 @@ def buffered(name: str, why: str, case: Case, **more: Any) -> PoolCase:
     return PoolCase(name, why, case, **{"rows": rows, "split": False, **more})
 
 
+def at(marks: tuple, rows: tuple) -> dict[str, tuple]:
+    """Checkpoints after these tokens, in these rows."""
+    return {"marks": marks, "mark_rows": rows}
+
+
 FOUR = _case(lengths=(17, 0, 70, 33))
 LONG = _case(lengths=(130, 16, 100), HV=1, state=FP32)
 
@@ -98,94 +103,53 @@ PLAIN_POOLS = [
     pooled("no_sequences", "N = 0", _case(lengths=(), unused=5), ()),
     pooled("unbounded", "the other gate", _case(lengths=(66,), gate="none", lower_bound=None), (2,)),
 ]
+IN_BATCH = at(((48, 64), (0, 0), (16, 0)), ((3, 4), (0, 0), (5, 0)))
+NULL_ROWS = at((16, 16, 48), (0, -3, 6))
+BAD_OFFSETS = at(
+    ((48, 32, 1000), (16, 0, -16), (2**40, 64, -(2**62)), (7, 7, 41)), ((4, 5, 6), (6, 6, 6), (6, 6, 6), (7, 8, 6))
+)
+"""Past the end, falling, negative, wild, odd: nothing outside is touched."""
+
+LAST = _case(lengths=(130, 0, 100, 40), HV=1)
+ROWS = _case(B=3, T=70, HV=1)
 CHECKPOINT_POOLS = [
-    pooled(
-        "one_each",
-        "[N]: none, inside a chunk, at a chunk's end",
-        LONG,
-        (0, 1, 2),
-        marks=(16, 0, 64),
-        mark_rows=(3, 4, 5),
-    ),
+    pooled("one_each", "[N]: none, inside a chunk, at a chunk's end", LONG, (0, 1, 2), **at((16, 0, 64), (3, 4, 5))),
     pooled(
         "several",
         "[N, M], with zeros anywhere, and all tokens",
         _case(lengths=(130, 0, 48), HV=1, v_first=True),
         (0, 1, 2),
-        marks=((16, 0, 32, 80), (0, 0, 0, 0), (0, 32, 48, 0)),
-        mark_rows=((3, 8, 4, 5), (9, 9, 9, 9), (9, 6, 7, 9)),
         slots=10,
         gap=16,
         index_dtype=INT32,
+        **at(((16, 0, 32, 80), (0, 0, 0, 0), (0, 32, 48, 0)), ((3, 8, 4, 5), (9, 9, 9, 9), (9, 6, 7, 9))),
     ),
     pooled(
         "every_16",
-        "as many as there may be",
+        "all there may be",
         _case(T=130, HV=1),
         (0,),
-        marks=((16, 32, 48, 64, 80, 96, 112, 128),),
-        mark_rows=(tuple(range(1, 9)),),
         slots=9,
+        **at((tuple(range(16, 129, 16)),), (tuple(range(1, 9)),)),
     ),
     pooled(
-        "chunk_ends",
-        "multiples of the chunk size change nothing",
-        LONG,
-        (0, -1, 2),
-        marks=((64, 128), (0, 0), (64, 0)),
-        mark_rows=((3, 4), (0, 0), (5, 0)),
+        "chunk_ends", "change nothing", LONG, (0, -1, 2), **at(((64, 128), (0, 0), (64, 0)), ((3, 4), (0, 0), (5, 0)))
     ),
     pooled(
         "at_the_end",
         "the final state goes to both slots",
         _case(lengths=(64, 80, 96), HV=1),
         (0, -1, 2),
-        marks=(64, 80, 96),
-        mark_rows=(3, 4, 5),
         flags=(False, True, True),
+        **at((64, 80, 96), (3, 4, 5)),
     ),
+    pooled("cut_batch", "rows of a batch with cuts of their own", ROWS, (0, -1, 2), **IN_BATCH),
     pooled(
-        "cut_batch",
-        "rows of a batch with cuts of their own",
-        _case(B=3, T=70, HV=1),
-        (0, -1, 2),
-        marks=((48, 64), (0, 0), (16, 0)),
-        mark_rows=((3, 4), (0, 0), (5, 0)),
+        "chunk32", "the other chunk size", _case(lengths=(70, 50), HV=1, chunk_size=32), (0, 1), **at((48, 32), (2, 3))
     ),
-    pooled(
-        "chunk32",
-        "the other chunk size",
-        _case(lengths=(70, 50), HV=1, chunk_size=32),
-        (0, 1),
-        marks=(48, 32),
-        mark_rows=(2, 3),
-    ),
-    pooled(
-        "cut_bf16",
-        "checkpoints are rounded, what goes on is not",
-        _case(T=70, HV=1, state=BF16),
-        (0,),
-        marks=(48,),
-        mark_rows=(1,),
-    ),
-    pooled(
-        "null_slots",
-        "checkpoints of no slot are not stored, but cut",
-        LONG,
-        (1, 2, 3),
-        null_index="non_positive",
-        marks=(16, 16, 48),
-        mark_rows=(0, -3, 6),
-    ),
-    pooled(
-        "bad_offsets",
-        "past the end, falling, negative, wild, odd: nothing outside is touched",
-        _case(lengths=(130, 0, 100, 40), HV=1),
-        (0, 1, 2, 3),
-        marks=((48, 32, 1000), (16, 0, -16), (2**40, 64, -(2**62)), (7, 7, 41)),
-        mark_rows=((4, 5, 6), (6, 6, 6), (6, 6, 6), (7, 8, 6)),
-        slots=9,
-    ),
+    pooled("cut_bf16", "rounded, but not what goes on", _case(T=70, HV=1, state=BF16), (0,), **at((48,), (1,))),
+    pooled("null_slots", "of no slot: cut, not stored", LONG, (1, 2, 3), null_index="non_positive", **NULL_ROWS),
+    pooled("bad_offsets", "nothing outside is touched", LAST, (0, 1, 2, 3), slots=9, **BAD_OFFSETS),
 ]
 PACKED = _case(lengths=(17, 0, 130, 64), HV=1, unused=9)
 
@@ -209,9 +173,7 @@ BUFFERS = [
     buffered("every_h", "with h, packed", replace(PACKED, h=True, state=BF16), every=128, final=FP32),
     buffered("every_gva", "grouped heads", _case(lengths=(70, 20), H=2, HV=4), every=64),
     buffered("every_unbounded", "the other gate", _case(T=70, gate="softplus", lower_bound=None), every=64),
-    buffered(
-        "at_offsets", "one a sequence, inside chunks and at their ends", LONG, marks=(16, 0, 64), mark_rows=(3, 4, 0)
-    ),
+    buffered("at_offsets", "one a sequence, inside chunks and at their ends", LONG, **at((16, 0, 64), (3, 4, 0))),
     buffered(
         "many_offsets",
         "more than a pool takes, in any order, V first",
@@ -221,61 +183,33 @@ BUFFERS = [
             (0, 16, 0, 0, 0, 0, 0, 0, 0, 0),
             (0, 0, 0, 0, 0, 32, 48, 0, 0, 0),
         ),
-        mark_rows=(
-            (9, 8, 7, 6, 5, 4, 3, 2, -1, 1),
-            (10, 10, 10, 10, 10, 10, 10, 10, 10, 10),
-            (14, 14, 14, 14, 14, 11, 0, 14, 14, 14),
-        ),
+        mark_rows=((9, 8, 7, 6, 5, 4, 3, 2, -1, 1), (10,) * 10, (14, 14, 14, 14, 14, 11, 0, 14, 14, 14)),
         rows=14,
         gap=16,
         index_dtype=INT32,
     ),
-    buffered(
-        "offsets_batch",
-        "rows of a batch, with h",
-        _case(B=3, T=70, HV=1, h=True, state=FP32),
-        marks=((48, 64), (0, 0), (16, 0)),
-        mark_rows=((3, 4), (0, 0), (5, 0)),
-        states=BF16,
-        final=FP32,
-    ),
+    buffered("offsets_batch", "with h", replace(ROWS, h=True, state=FP32), states=BF16, final=FP32, **IN_BATCH),
     buffered(
         "offsets_pool",
         "beside a pool whose slot 0 is reserved; row 0 is none",
         replace(LONG, v_first=True),
-        marks=(16, 16, 48),
-        mark_rows=(0, -3, 6),
         indices=(1, 0, 3),
         null_index="non_positive",
+        **NULL_ROWS,
     ),
-    buffered(
-        "bad_offsets",
-        "past the end, falling, negative, wild, odd: nothing outside is touched",
-        _case(lengths=(130, 0, 100, 40), HV=1),
-        marks=((48, 32, 1000), (16, 0, -16), (2**40, 64, -(2**62)), (7, 7, 41)),
-        mark_rows=((4, 5, 6), (6, 6, 6), (6, 6, 6), (7, 8, 6)),
-        rows=9,
-        final=BF16,
-    ),
+    buffered("bad_offsets", "nothing outside is touched", LAST, rows=9, final=BF16, **BAD_OFFSETS),
     buffered("only_final", "a final state and no checkpoints", replace(PACKED, state=BF16), final=FP32),
     buffered("only_final_bf16", "without an initial state", _case(B=2, T=20, v_first=True), final=BF16),
     buffered("no_tokens", "T = 0", _case(B=2, T=0, state=FP32), every=64, final=FP32),
     buffered("no_sequences", "N = 0", _case(lengths=(), unused=5), every=64, final=FP32),
 ]
+INSIDE = at(((16, 64, 128), (16, 0, 0), (0, 48, 96)), ((0, 1, 2), (3, 3, 3), (4, 4, 5)))
 SPLITS = [
     buffered("split_every", "by the segments that have the chunks", LONG, every=64, split=2, final=FP32),
     buffered(
         "split_batch", "rows of a batch", _case(B=2, T=200, HV=1, h=True), every=128, split=3, states=BF16, final=BF16
     ),
-    buffered(
-        "split_offsets",
-        "inside segments and between them",
-        replace(LONG, h=True),
-        marks=((16, 64, 128), (16, 0, 0), (0, 48, 96)),
-        mark_rows=((0, 1, 2), (3, 3, 3), (4, 4, 5)),
-        split=2,
-        final=FP32,
-    ),
+    buffered("split_offsets", "inside segments and between", replace(LONG, h=True), split=2, final=FP32, **INSIDE),
 ]
 
 

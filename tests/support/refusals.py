@@ -439,13 +439,10 @@ REFUSED = {
 }
 
 
+BAD_OFFSETS = ((3, 40, 70), (-4, 40, 70), (0, 50, 20, 70), (0, 20, 71), (0, 2**40, -(2**40), 2**62))
 REFUSED_IF_CHECKED = {
     (CHUNK, "host offsets"): [bad(cu_seqlens_cpu=offsets(0, 17, 18, 81, 82, 147))],
-    (FORWARD, "offsets"): each(
-        cu_seqlens=[
-            offsets(*x) for x in ((3, 40, 70), (-4, 40, 70), (0, 50, 20, 70), (0, 20, 71), (0, 2**40, -(2**40), 2**62))
-        ]
-    ),
+    (FORWARD, "offsets"): each(cu_seqlens=[offsets(*x) for x in BAD_OFFSETS]),
     (FORWARD, "three"): each(state_indices=[offsets(*x) for x in ((1, 4, 0), (1, 2, 1), (0, 2, 0))]),
     (CHUNK, "three checkpoints"): [
         *(bad("checkpoint_indices", **marks(*x)) for x in (((16, 0, 0), (9, 0, 0)), ((0, 0, 16), (0, 0, 1)))),

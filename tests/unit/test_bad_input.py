@@ -13,7 +13,7 @@ import flashdelta as fd
 from flashdelta.problem import device_checks
 
 from ..support.cases import BY_NAME, CASES, Case, case_id
-from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.inputs import make_call
 from ..support.oracle import CHUNK_ONLY, as_recurrent, same_bits
 from ..support.refusals import (
     FORWARD,
@@ -88,22 +88,6 @@ def test_unknown_argument_is_an_error(op: Callable, name: str):
             run(**call, **{name: None})
 
 
-@both
-@pytest.mark.parametrize("name", TOKEN_TENSORS)
-def test_missing_tensor_is_an_error(name: str, op: Callable):
-    call = good_call(op, "plain")
-    del call[name]
-    with pytest.raises(TypeError, match=f"'{name}'"):
-        op(**call)
-
-
-@pytest.mark.parametrize("op", UNKNOWN)
-def test_options_are_keyword_only(op: Callable):
-    call = good_call(op, "plain")
-    with pytest.raises(TypeError, match=r"by position|positional"):
-        op(*(call[name] for name in TOKEN_TENSORS), 0.5)
-
-
 # ---- backends ------------------------------------------------------------------------------------------------------
 
 
@@ -134,12 +118,8 @@ def test_without_triton_it_is_what_lacks(backend: str, monkeypatch: pytest.Monke
 
 
 BAD_RECORDS = {
-    "rows": (-1, 2.0, 2**50),
-    "num_spec_tokens": (17, None),
-    "HV": (0,),
-    "K": (48,),
-    "V": (512, True),
-    "device": ("foo", 0),
+    **{"rows": (-1, 2.0, 2**50), "num_spec_tokens": (17, None), "HV": (0,)},
+    **{"K": (48,), "V": (512, True), "device": ("foo", 0)},
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from benchmarks import run, workloads
+from benchmarks import run, tables, workloads
 from benchmarks.run import Row, Setup
 from benchmarks.workloads import decode_row, layer_call_row, layer_step_row, model, served, spread_row, verify_row
 
@@ -97,6 +97,18 @@ def test_other_libraries_are_held_to_the_truth_too():
     assert found["fla"]["problem"].startswith("wrong: error o 1.0e-01") and "cold_ms" not in found["fla"]
 
 
+def test_readme_has_the_served_row_once_it_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    row = {"scenario": "linear", "row": "tokens/s, 64 requests of 8192 in, 32 out", "wave": 0}
+    samples = [row | {"off": 1000.0, "on": 1250.0}, row | {"off": 2000.0, "on": 2100.0}, {"scenario": "k3", "row": "x"}]
+    document = {"samples": samples, "engines": {"linear:on": {"gpu": "NVIDIA H200"}}}
+    (tmp_path / "serve-times.json").write_text(json.dumps(document))
+    (tmp_path / "serve-agree.json").write_text(json.dumps({"samples": [], "engines": {}}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    ((name, *cells, _),) = tables.served()
+    assert "64 requests of 8192 in, 32 out](benchmarks/results/serve-times.json)" in name
+    assert cells == ["1,675 tokens/s", "-", "1,500 tokens/s (1.15x)", "-", "H200"]
+
+
 def test_the_serving_programs_tables():
     """A row's gain is the median ratio of neighbours; the program starts where there is no engine."""
     program = """if True:
@@ -105,7 +117,7 @@ def test_the_serving_programs_tables():
         print(times.table(times.summary(samples)))"""
     folder = Path(__file__).parents[2] / "benchmarks" / "serve"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
-    assert "| k3 | step of 1, ms | 4 | 2 | 2.00 (2.00 to 2.00) |" in done.stdout, done.stderr
+    assert "| k3 | step of 1, ms | 4 | 2 | 2.00 (2.00-2.00) |" in done.stdout, done.stderr
 
 
 def test_a_bundle_packs_its_files_the_same_each_time(tmp_path: Path) -> None:

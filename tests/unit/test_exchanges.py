@@ -41,13 +41,8 @@ def exchanged(group: VirtualRank, sizes: list[int], to: Sequence[str] = (ALL,)) 
     return right
 
 
-TO = {
-    "all": (ALL,),
-    "later": (LATER,),
-    "earlier": (EARLIER,),
-    "by_turns": (LATER, EARLIER),
-    "mixed": (ALL, LATER, LATER, ALL, EARLIER),
-}
+TO = {"all": (ALL,), "later": (LATER,), "earlier": (EARLIER,)}
+TO |= {"by_turns": (LATER, EARLIER), "mixed": (ALL, LATER, LATER, ALL, EARLIER)}
 
 
 @pytest.mark.parametrize("to", TO)

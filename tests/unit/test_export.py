@@ -242,12 +242,7 @@ def parameter_counts(wanted: list[Launch]) -> str:
 
 
 STATES = {"initial_state": 0xA0000, "final_state": 0xB0000}
-SHAPES = [
-    {"B": 1, "H": 1, "T": 1},
-    {"B": 2, "H": 3, "T": 70},
-    {"B": 1, "H": 2, "T": 100_000},
-    {"B": 4, "H": 32, "T": 16384},
-]
+SHAPES = [dict(zip("BHT", sizes)) for sizes in ((1, 1, 1), (2, 3, 70), (1, 2, 100_000), (4, 32, 16384))]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -400,9 +395,6 @@ def test_sanitizers_find_nothing(exported: Export, sanitizer: str, tmp_path: Pat
     linked = (*sources[1:], "-I", exported.folder, *options, "-ldl", "-lpthread", "-lm")
     compile_c(tmp_path / "threads", sources[0], *linked)
     run(tmp_path / "threads", env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"})
-
-
-# ---- exporting -----------------------------------------------------------------------------------------------------------
 
 
 # ---- the example ---------------------------------------------------------------------------------------------------------

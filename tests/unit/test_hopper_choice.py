@@ -203,6 +203,40 @@ def test_what_a_batch_must_not_decide_is_not_tried(options: dict):
     assert not may_try(problem) and "forgets" not in split_layout(problem, t.device)
 
 
+PROMPTS = replace(KIMI, H=16, HV=16, lengths=(40,) * 200, state=FP32)
+MANY_HEADS = replace(PROMPTS, H=32, HV=32)
+DENSE = replace(PROMPTS, lengths=None, B=200)
+INVARIANT = ({"batch_invariant": True}, {"split": False})
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "once"),
+    [
+        (PROMPTS, {}, True),
+        (replace(PROMPTS, lengths=(128,) * 16), {}, True),
+        (replace(PROMPTS, lengths=(128,) * 15), {}, False),
+        (replace(PROMPTS, lengths=(129, *(40,) * 200)), {}, False),
+        (MANY_HEADS, {}, True),
+        (replace(MANY_HEADS, lengths=(65, *(40,) * 200)), {}, False),
+        (replace(DENSE, T=128), {}, True),
+        (replace(DENSE, T=129), {}, False),
+        (replace(PROMPTS, lengths=()), {}, False),
+        (replace(PROMPTS, K=64, V=64), {}, False),
+        (replace(PROMPTS, h=True), {}, False),
+        (replace(PROMPTS, gate="softplus", lower_bound=None), {}, False),
+        # only the GPU knows lengths
+        (PROMPTS, {"cu_seqlens_cpu": None}, False),
+        # other bits than those of a call with few heads, but those of one with many
+        *((PROMPTS, x, False) for x in INVARIANT),
+        *((MANY_HEADS, x, True) for x in INVARIANT),
+    ],
+)
+def test_batches_of_short_sequences_take_one_launch(case: Case, options: dict, once: bool):
+    known = {} if case.lengths is None else {"cu_seqlens_cpu": torch.tensor([0, *case.lengths]).cumsum(0).int()}
+    launches, _ = launched(meta_call(case, BF16) | known | options)
+    assert ([x.kernel.__name__ for x in launches] == ["short_kernel"]) == once
+
+
 POOLED = dict.fromkeys(("packed", "state_pool", "checkpoint_states"), (True,))
 WARMED = [
     (fd.chunk_kda, {"head_dims": [(128, 128), (64, 128), (32, 32)], "has_initial_state": (True,)}),

@@ -602,6 +602,11 @@ def test_packed_rows_and_tails():
     cache = transformers.DynamicCache(config=model.config)
     with pytest.raises(ValueError, match="without a cache"):
         model(flat, cu_seq_lens_q=offsets(*DOCUMENTS, 40), past_key_values=cache)
+    # whatever an operator leaves there
+    ours = packing.packed_attention(lambda q, k, v, **named: (torch.full_like(v, torch.nan), None), lambda: True)
+    x = torch.zeros(1, 40, H, K)
+    o, _ = ours(x, x, x, x, x[..., 0], cu_seq_lens_q=offsets(30))
+    assert o[0, :30].isnan().all() and not o[0, 30:].any()
 
 
 # ---- FLA 0.5 ------------------------------------------------------------------------------------------------------------

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "conftest.py", "mkdocs.yml", "pyproject.toml")
+FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "conftest.py", "mkdocs.yml", "pyproject.toml", "setup.py")
 HABITS = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", ".gitignore", ".pre-commit-config.yaml")
 FOLDERS = (".ci", ".github", "benchmarks", "docs", "examples", "hub", "src", "tests")
 MADE = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", "dist", ".*")
@@ -41,11 +44,16 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unpacked(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(build("sdist", tree, out)) as file:
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("sdist", tree, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as file:
         file.extractall(out, filter="data")
-    (found,) = (path for path in out.iterdir() if path.is_dir())
+    (found,) = out.iterdir()
     return found
 
 
@@ -76,38 +84,55 @@ def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_is_made_of_the_source_distribution(tree: Path, wheel: Path):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info" not in name}
-        (entry,) = (file.read(name).decode() for name in file.namelist() if name.endswith("entry_points.txt"))
+        entry, about = (
+            next(file.read(name).decode() for name in file.namelist() if name.endswith(end))
+            for end in ("entry_points.txt", "METADATA")
+        )
     assert names == {name.removeprefix("src/") for name in files(tree) if name.startswith("src/")}
     assert "flashdelta = flashdelta_command:main" in entry
     for group, name in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
         assert f"[{group}]\nflashdelta = flashdelta.integrations.{name}:enable" in entry
+    address = re.findall(r"Project-URL: Repository, (.*)", about)[0]
+    assert f"({address}/blob/HEAD/CONTRIBUTING.md" in about and not re.search(r"\]\((?!https?:)", about)
+    assert f"repository-code: {address}\n" in (tree / "CITATION.cff").read_text()
 
 
-COMMANDS = (
-    "doctor --device cpu",
-    "verify --quick --device cpu",
-    "demo --device cpu --tokens 5",
-    "export --out out --arch=sm_90 --op=decode_bf16 --size=64,64,32 --gate=none",
-)
+CALL = """if True:
+    import importlib.util, torch, flashdelta as fd
+    q, beta = torch.ones(1, 70, 2, 32), torch.ones(1, 70, 2)
+    assert fd.chunk_kda(q, q, q, -q, beta, use_qk_l2norm_in_kernel=True)[0].isfinite().all()
+    print(fd.__file__, *map(importlib.util.find_spec, ("tests", "benchmarks")))
+"""
+COMMANDS = {
+    "doctor": "--device cpu",
+    "verify": "--quick --device cpu",
+    "demo": "--device cpu --tokens 5",
+    "export": "--out out --arch=sm_90 --op=decode_bf16 --size=64,64,32 --gate=none",
+}
 
 
-@pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the wheel is installed, beside what it depends on."""
-    found = tmp_path_factory.mktemp("site")
-    install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", f"--target={found}")
-    subprocess.run([sys.executable, *install, wheel], check=True, capture_output=True)
+@pytest.fixture(scope="module", params=["wheel", "sdist"])
+def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty one in which pip installed this, beside what it depends on."""
+    found = tmp_path_factory.mktemp("environment")
+    venv.create(found)
+    (site,) = found.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    command = [sys.executable, "-m", "pip", f"--python={found / 'bin' / 'python'}", "install", "--quiet", "--no-index"]
+    command += ["--no-deps", "--no-build-isolation", "--ignore-installed", request.getfixturevalue(request.param)]
+    subprocess.run(command, check=True, capture_output=True)
     return found
 
 
-@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.split()[0])
-def test_the_installed_wheel_alone_runs(line: str, site: Path, tmp_path: Path):
-    """Of this repository nothing else is there: neither its tests nor its benchmarks."""
-    environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"} | {"PYTHONPATH": str(site)}
-    where = "import importlib.util as i, flashdelta; "
-    where += "print(flashdelta.__file__, i.find_spec('tests'), i.find_spec('benchmarks'))"
-    for command in ([sys.executable, "-c", where], [str(site / "bin" / "flashdelta"), *line.split()]):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "-c" not in command or done.stdout == f"{site / 'flashdelta' / '__init__.py'} None None\n"
-    assert line[:6] != "export" or (tmp_path / "out" / "flashdelta.h").exists()
+@pytest.mark.parametrize("name", ["call", *COMMANDS])
+def test_the_installed_distribution_alone_runs(name: str, environment: Path, tmp_path: Path):
+    """Nothing else of this repository is there: neither its tests nor its benchmarks."""
+    program, *words = ("python", "-c", CALL) if name == "call" else ("flashdelta", name, *COMMANDS[name].split())
+    variables = {x: y for x, y in os.environ.items() if x not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    command = [environment / "bin" / program, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if name == "call":
+        where, *others = done.stdout.split()
+        assert Path(where).is_relative_to(environment) and others == ["None", "None"]
+    assert name != "export" or (tmp_path / "out" / "flashdelta.h").exists()

@@ -194,6 +194,7 @@ def test_update_takes_other_lengths_into_the_same_memory():
         pointers = context.cu_seqlens.data_ptr(), context.border.data_ptr()
         context.update_(second.call["cu_seqlens"])
         assert pointers == (context.cu_seqlens.data_ptr(), context.border.data_ptr())
+        assert context.rows(torch.arange(3)).tolist() == ([0, 1, 2] if context.rank == 0 else [1, 2, 2])
         spare = 3 - len(second.sequences(context.rank))
         return results_of(second.local(context, spare), second.gradients(context.rank, spare))
 
@@ -298,12 +299,10 @@ def of_case(**changes):
     return lambda c: kda(c, **small_call(**changes))
 
 
-def in_layer(
-    cp_context: object, tokens: int = 32, dtype: torch.dtype = torch.float32, backend: str = "auto", **options
-):
+def in_layer(cp_context: object, backend: str = "auto", **options):
     layer = make_layer(torch.float32)
     layer.backend = backend
-    return layer(torch.zeros(1, tokens, HIDDEN, dtype=dtype), cp_context=cp_context, **options)
+    return layer(torch.zeros(1, 32, HIDDEN), cp_context=cp_context, **options)
 
 
 def other_of_fla(group, /, **changes) -> SimpleNamespace:
@@ -334,13 +333,8 @@ def with_other_offsets(offsets: list[int], call: Callable):
     return run
 
 
-CALLS = {
-    "kda": kda,
-    "layer": in_layer,
-    "halo": halo_of(),
-    "context": context_of(),
-    "update": lambda c: c.update_(OFFSETS),
-}
+CALLS = {"kda": kda, "layer": in_layer, "halo": halo_of(), "context": context_of()}
+CALLS["update"] = lambda c: c.update_(OFFSETS)
 NOBODY = torch.distributed.GroupMember.NON_GROUP_MEMBER
 REFUSED = {
     "kda_tokens": (of_case(T=31), "q must be [1, T, 2, 32] with the context's T = 32...; got shape [1, 31, 2, 32]"),

@@ -39,9 +39,9 @@ def sequences(**changes: Any) -> dict[str, Any]:
     return make_call(BY_NAME["decay"]) | changes
 
 
-def positive(call: dict[str, Any], token: int = -1) -> dict[str, Any]:
+def positive(call: dict[str, Any]) -> dict[str, Any]:
     g = call["g"].clone()
-    g[0, token, 0, 0] = 0.25
+    g[0, -1, 0, 0] = 0.25
     return call | {"g": g}
 
 
@@ -49,10 +49,15 @@ def step(*slots: int, **changes: Any) -> dict[str, Any]:
     """A token each of so many sequences over a pool of 4 slots."""
     N = len(slots)
     q, k, v = torch.randn(3, N, 1, 2, 32)
-    call = dict(
-        q=q, k=k, v=v, g=-torch.rand(N, 1, 2, 32), beta=torch.rand(N, 1, 2), initial_state=torch.zeros(4, 2, 32, 32)
-    )
-    return call | {"ssm_state_indices": torch.tensor(slots)} | changes
+    call = {"q": q, "k": k, "v": v, "g": -torch.rand(N, 1, 2, 32), "beta": torch.rand(N, 1, 2)}
+    pool = {"initial_state": torch.zeros(4, 2, 32, 32), "ssm_state_indices": torch.tensor(slots)}
+    return call | pool | changes
+
+
+def read_only() -> dict[str, Any]:
+    """A step from a pool that it does not write."""
+    source = {"initial_state_source": torch.zeros(4, 2, 32, 32), "initial_state_indices": torch.tensor([1])}
+    return step(1, initial_state=None, ssm_state_indices=None, update_state=False, null_index="non_positive", **source)
 
 
 def offsets(*values: int) -> torch.Tensor:
@@ -209,20 +214,7 @@ TAKEN: dict[str, tuple[Callable, Callable[[], dict]]] = {
     "a promise that holds": (fd.chunk_kda, lambda: sequences(safe_gate=True) | {"g": torch.full((1, 70, 2, 32), -5.0)}),
     "rows in float32, all else in 16 bits": (fd.gated_rms_norm, lambda: normed(F32, HALF, HALF)),
     "a weight in 16 bits": (fd.gated_rms_norm, lambda: normed(F32, F32, BF16)),
-    "a null index of what is read only": (
-        fd.recurrent_kda,
-        lambda: (
-            step(1)
-            | dict(
-                initial_state=None,
-                ssm_state_indices=None,
-                update_state=False,
-                null_index="non_positive",
-                initial_state_source=torch.zeros(4, 2, 32, 32),
-                initial_state_indices=torch.tensor([1]),
-            )
-        ),
-    ),
+    "a null index of what is read only": (fd.recurrent_kda, read_only),
     "not a number": (fd.chunk_kda, lambda: sequences() | {"g": torch.full((1, 70, 2, 32), torch.nan)}),
 }
 

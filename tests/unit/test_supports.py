@@ -97,23 +97,14 @@ def test_nothing_is_read_or_allocated(op: Callable, start: str, monkeypatch: pyt
 # ---- calls that a kernel runs or nobody ---------------------------------------------------------------------------------
 
 
-NARROW = {
-    "chunk": (fd.chunk_kda, "plain"),
-    "decode": (fd.recurrent_kda, "paged"),
-    "fused": (fd.fused_kda_decode, "one"),
-}
-"""Calls that `backend="kernel"` names, and writes of whose a test can see."""
+BY_KERNEL = {"backend": backends.KERNEL}
+WRITING = [(fd.chunk_kda, "plain"), (fd.recurrent_kda, "paged"), (fd.fused_kda_decode, "one")]
 
 
-def by_kernel(call: dict) -> dict:
-    return {**{name: x for name, x in call.items() if name != "backend"}, "backend": backends.KERNEL}
-
-
-@pytest.mark.parametrize("name", NARROW)
-def test_elsewhere_it_is_refused_before_anything_is_written(name: str):
+@pytest.mark.parametrize(("op", "start"), WRITING)
+def test_elsewhere_it_is_refused_before_anything_is_written(op: Callable, start: str):
     """The meta device stands for a GPU that no kernel of ours runs on."""
-    op, start = NARROW[name]
-    call = {x: y.to("meta") if isinstance(y, Tensor) else y for x, y in by_kernel(good_call(op, start)).items()}
+    call = {x: y.to("meta") if isinstance(y, Tensor) else y for x, y in (good_call(op, start) | BY_KERNEL).items()}
     with pytest.raises(NoKernel, match="no kernel runs this call: hopper: device type 'meta'"):
         op(**call)
     assert public_call(op).refusal(call).startswith("no kernel runs this call")
@@ -138,7 +129,7 @@ def validated(pretended: Started, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_repeated_refusal_is_remembered(validated: list[str]):
     """By the launch cache's key, so that tensors elsewhere are refused without another look. One that depends on addresses is
     not: whether an output lies in an input."""
-    call = by_kernel(good_call(fd.chunk_kda, "plain"))
+    call = good_call(fd.chunk_kda, "plain") | BY_KERNEL
     bad = call | {"beta": call["beta"][..., :1].clone()}
     reasons = set()
     for _ in range(3):
@@ -158,7 +149,7 @@ def test_a_repeated_refusal_is_remembered(validated: list[str]):
 
 
 def test_a_call_that_ran_answers_a_dispatcher(validated: list[str]):
-    call = by_kernel(good_call(fd.chunk_kda, "plain"))
+    call = good_call(fd.chunk_kda, "plain") | BY_KERNEL
     ask = public_call(fd.chunk_kda).refusal
     assert ask(call) is None and validated == ["chunk"]
     fd.chunk_kda(**call)

@@ -59,9 +59,10 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks.
 
-    Example:
+    Examples:
         >>> q, k, v, g = (torch.randn(1, 128, 2, 64) for _ in "qkvg")
-        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), gate="logsigmoid", output_final_state=True)
+        >>> options = {"gate": "logsigmoid", "output_final_state": True}
+        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), **options)
         >>> o.shape, state.shape
         (torch.Size([1, 128, 2, 64]), torch.Size([1, 2, 64, 64]))
 
@@ -77,8 +78,8 @@ def chunk_kda(
     the buffers `out`, `final_state` and `checkpoint_states` are written, nothing else is; they take part in no transform of
     `torch.func`. On a CPU values are checked as FLASHDELTA_CHECK=1 checks them, but for decays. States may also be float64
     where q is. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a split (see
-    `split`). A call with gradients, or with g in float32, may differ in rounding from one without, as the backend `hopper` has
-    forms of its kernels for each.
+    `split`) and for whether all sequences are short, both of which `batch_invariant` rules out. A call with gradients, or
+    with g in float32, may differ in rounding from one without, as the backend `hopper` has forms of its kernels for each.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -106,7 +107,7 @@ def chunk_kda(
             them.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
 
-    Keyword Args:
+    Keyword Args: For serving engines:
         state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
             sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
             `initial_state` and `output_final_state`: a sequence starts from its slot's state and leaves its final state
@@ -120,7 +121,8 @@ def chunk_kda(
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
             pool must agree (`recurrent_kda` has V first by default).
         cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length. If no
-            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too.
+            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too; if all
+            are short, `hopper` takes one launch. Both are right for any lengths of a replay.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
             In q's dtype or float32 (docs/numerics.md says what float16 can't hold).
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
@@ -149,9 +151,9 @@ def chunk_kda(
             sequences need at most `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer
             than `B ceil(T / n)` are refused.
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
-            ranks also on where these cut it.
+            ranks also on where these cut it. Few heads then do without the kernel for batches of short sequences.
 
-    Other Parameters:
+    Other Parameters: For training at the limits, several GPUs and FLA's names:
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
             `lower_bound` needs no promise; the unbounded `softplus` gate refuses one. Without it any decay is exact.

@@ -35,8 +35,9 @@ def short_convolution(
     r"""Causal convolution over the tokens, each channel by a filter of its own, then SiLU: what makes queries, keys and values
     of their projections (Kimi Linear, arXiv 2510.26692, section 4).
 
-    Example:
-        >>> o, state = fd.short_convolution(torch.randn(2, 10, 64), torch.randn(64, 4), output_final_state=True)
+    Examples:
+        >>> x, weight = torch.randn(2, 10, 64), torch.randn(64, 4)
+        >>> o, state = fd.short_convolution(x, weight, output_final_state=True)
         >>> o.shape, state.shape
         (torch.Size([2, 10, 64]), torch.Size([2, 64, 3]))
 

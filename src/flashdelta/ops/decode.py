@@ -52,10 +52,11 @@ def recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     r"""One step of decoding: one to seventeen tokens per sequence, from states in a pool to states in a pool.
 
-    Example:
+    Examples:
         >>> q, k, v, g = (torch.randn(4, 1, 2, 64) for _ in "qkvg")
         >>> pool, slots = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0, 7, -1])
-        >>> o, pool = fd.recurrent_kda(q, k, v, -g.abs(), torch.rand(4, 1, 2), initial_state=pool, ssm_state_indices=slots)
+        >>> states = {"initial_state": pool, "ssm_state_indices": slots}
+        >>> o, pool = fd.recurrent_kda(q, k, v, -g.abs(), torch.rand(4, 1, 2), **states)
         >>> o.shape
         torch.Size([4, 1, 2, 64])
 
@@ -151,10 +152,12 @@ def commit(
     """Brings the state after each sequence's last accepted token to the pool: the second half of a read-only verification
     (`recurrent_kda` with `update_state=False`).
 
-    Example:
-        >>> pool, slots, rows = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0]), torch.tensor([0, 1])
-        >>> kept = torch.randn(2, 4, 2, 64, 64)  # what `recurrent_kda(intermediate_states=kept, update_state=False)` leaves
-        >>> fd.commit(pool, kept, slots, torch.tensor([4, 1]), intermediate_state_indices=rows)
+    Examples:
+        >>> pool, slots = torch.zeros(16, 2, 64, 64), torch.tensor([3, 0])
+        >>> # as left by `recurrent_kda(intermediate_states=kept, update_state=False)`
+        >>> kept, rows = torch.randn(2, 4, 2, 64, 64), torch.tensor([0, 1])
+        >>> counts = torch.tensor([4, 1])
+        >>> fd.commit(pool, kept, slots, counts, intermediate_state_indices=rows)
 
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
     first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, which must be the one that
@@ -189,7 +192,7 @@ def replay_buffer(
     """An empty replay buffer for `recurrent_kda(intermediate_states=...)`: a row for each sequence of `1 + num_spec_tokens`
     tokens that awaits its `commit`.
 
-    Example:
+    Examples:
         >>> buffer = fd.replay_buffer(8, num_spec_tokens=3, HV=2, K=64, V=64)  # eight sequences
 
     Of a token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T` (Kimi Linear,

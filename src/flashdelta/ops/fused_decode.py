@@ -43,11 +43,13 @@ def fused_kda_decode(
     r"""One step of decoding of a layer, in one launch: what lies between its projections (Kimi Linear, arXiv 2510.26692,
     section 4).
 
-    Example:
-        >>> x, weight, windows = torch.randn(2, 192), torch.randn(192, 4), torch.zeros(8, 192, 3)
-        >>> g, beta, A_log, dt_bias = torch.randn(2, 1, 64), torch.randn(2, 1), torch.zeros(1), torch.zeros(64)
-        >>> slots, states, z, norm = torch.tensor([3, 0]), torch.zeros(8, 1, 64, 64), torch.randn(2, 1, 64), torch.ones(64)
-        >>> fd.fused_kda_decode(x, weight, windows, g, beta, A_log, dt_bias, slots, states, z, norm).shape
+    Examples:
+        >>> x, filters, windows = torch.randn(2, 192), torch.randn(192, 4), torch.zeros(8, 192, 3)
+        >>> g, z, beta = torch.randn(2, 1, 64), torch.randn(2, 1, 64), torch.randn(2, 1)
+        >>> slots, states = torch.tensor([3, 0]), torch.zeros(8, 1, 64, 64)
+        >>> gate, norm = (torch.zeros(1), torch.zeros(64)), torch.ones(64)  # A_log, dt_bias
+        >>> y = fd.fused_kda_decode(x, filters, windows, g, beta, *gate, slots, states, z, norm)
+        >>> y.shape
         torch.Size([2, 1, 1, 64])
 
         q, k, v = silu(conv(x));   o = rmsnorm(KDA(q, k, v, g, beta)) * norm_weight * sigmoid(output_gate)

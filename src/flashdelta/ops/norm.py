@@ -15,7 +15,7 @@ def gated_rms_norm(
     r"""RMS norm of rows, times a gate: what follows attention in the layer (Kimi Linear, arXiv 2510.26692,
     section 4).
 
-    Example:
+    Examples:
         >>> fd.gated_rms_norm(torch.randn(10, 64), torch.randn(10, 64), torch.ones(64)).shape
         torch.Size([10, 64])
 

@@ -25,7 +25,7 @@ def kda_prefill(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Kimi Delta Attention over whole sequences in float32, head first, with the chunk form's `w` and `u` as results.
 
-    Example:
+    Examples:
         >>> q, k, v, g = (torch.randn(1, 2, 100, 64) for _ in "qkvg")
         >>> o, w, u = fd.kda_prefill(q, k, v, g, torch.rand(1, 2, 100), gate="logsigmoid")
         >>> o.shape, w.shape

@@ -43,9 +43,9 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token: the same function as `chunk_kda`, faster for a few tokens per sequence.
 
-    Example:
+    Examples:
         >>> q, k, v, g = (torch.randn(1, 3, 2, 64) for _ in "qkvg")
-        >>> o, state = fd.fused_recurrent_kda(q, k, v, g, torch.rand(1, 3, 2), gate="logsigmoid", output_final_state=True)
+        >>> o, _ = fd.fused_recurrent_kda(q, k, v, g, torch.rand(1, 3, 2), gate="logsigmoid")
         >>> o.shape
         torch.Size([1, 3, 2, 64])
 

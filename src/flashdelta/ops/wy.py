@@ -38,7 +38,8 @@ def chunk_bwd_wy_dqkg(
         dq = scale (do S^T) exp(G)
         dk = (v' dS'^T) exp(G_C - G) + beta Z exp(G)
         dv = beta R;   dbeta = <R, v> + <Z, k exp(G)>;   dA = -strict_lower(M^T dM M^T)
-        dG = q dq + beta k Z exp(G) - L;   dG_C += sum_i L_i + exp(G_C) sum_v S dS',   L = k (v' dS'^T) exp(G_C - G)
+        dG = q dq + beta k Z exp(G) - L;   L = k (v' dS'^T) exp(G_C - G)
+        dG_C += sum_i L_i + exp(G_C) sum_v S dS'
 
     Takes the tensors, and returns the results, of FLA's `chunk_kda_bwd_wy_dqkg_fused` as they are (with `use_exp2=True`, whose
     order of arguments differs: name them), number by number. Inputs may be strided views; they are never written.

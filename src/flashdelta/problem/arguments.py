@@ -249,8 +249,9 @@ class Arguments:
     def made(self, family: type[Problem], **settings: Any) -> Made:
         """The problem, and the tensors by role. An option that has the name of a setting sets it, unless `settings` do."""
         tensors, own = FAMILIES[family], SETTINGS[family]
-        found = {role: getattr(self, self.called.get(role, role), None) for role in tensors.__dataclass_fields__}
-        t = record(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
+        called, read = self.called, self.read
+        found = {role: getattr(self, called.get(role, role), None) for role in tensors.__dataclass_fields__}
+        t = record(tensors, {role: x if x is None else read(x) for role, x in found.items()})
         return problem_of(family, t, **{name: self.given[name] for name in own if name in self.given} | settings), t
 
 

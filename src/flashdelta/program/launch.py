@@ -100,17 +100,14 @@ class Launch:
     def prepare(self) -> Prepared:
         """Compiles the kernel, to be launched directly: Triton's own way binds and specialises every argument anew, tens of
         microseconds per launch."""
-        call, tensors, described = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments], [], []
-        for i, x in enumerate(self.arguments, ARGUMENTS):
-            if x is None or isinstance(x, (int, float)):
-                continue
-            if isinstance(x, Tensor):
-                if x.numel() > 0:
-                    tensors.append((i, x))
-                call[i] = 0
-            else:
-                described.append((i, x.base))
-                call[i] = replaced(x, base=None)
+        arguments, call = self.arguments, [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments]
+        of_tensors, of_descriptors = _places(tuple(map(type, arguments)))
+        tensors = [(i + ARGUMENTS, x) for i in of_tensors if (x := arguments[i]).numel() > 0]
+        described = [(i + ARGUMENTS, arguments[i].base) for i in of_descriptors]
+        for i in of_tensors:
+            call[i + ARGUMENTS] = 0
+        for i in of_descriptors:
+            call[i + ARGUMENTS] = replaced(arguments[i], base=None)
         call += self.constants.values()
         if knobs.runtime.interpret:
             return Prepared(functools.partial(interpret, self), call, tensors, described, None)
@@ -222,15 +219,28 @@ def hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
+@functools.cache
+def _places(kinds: tuple[type, ...]) -> tuple[list[int], list[int]]:
+    """Places of tensors among arguments of these types, and those of tensor descriptors."""
+    tensors = [i for i, kind in enumerate(kinds) if issubclass(kind, Tensor)]
+    plain = (int, float, type(None), Tensor)
+    return tensors, [i for i, kind in enumerate(kinds) if not issubclass(kind, plain)]
+
+
+@functools.cache
+def _integers(kernel: JITFunction, kinds: tuple[type, ...]) -> list[int]:
+    """Places of those that Triton compiles on their own where they are 1 or multiples of 16."""
+    return [i for i, (x, kind) in enumerate(zip(kernel.params, kinds)) if kind is int and not x.do_not_specialize]
+
+
 def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     """Properties that set the machine code: types, which arguments are None, alignment of addresses, and of some integers."""
-    found: list[object] = []
-    for x, parameter in zip(arguments, kernel.params):
-        if x is None:
-            found.append("none")
-        elif isinstance(x, int):
-            # Triton compiles integers that are 1 or multiples of 16 on their own
-            found.append(None if parameter.do_not_specialize else (x == 1, x % 16 == 0, x > 2**31 - 1))
-        elif isinstance(x, Tensor):
-            found += x.dtype, x.data_ptr() % 16
+    kinds = tuple(map(type, arguments))
+    found: list[object] = [kinds]
+    for i in _integers(kernel, kinds):
+        x = arguments[i]
+        found.append((x == 1, x % 16 == 0, x > 2**31 - 1))
+    for i in _places(kinds)[0]:
+        x = arguments[i]
+        found += x.dtype, x.data_ptr() % 16
     return found

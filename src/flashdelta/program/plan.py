@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -115,12 +114,15 @@ class Plan(Entry):
         """Works out, for every step, where its arguments lie, and what comes and goes with it."""
         launches = [x for x in self.launches if isinstance(x, Exchange) or x.ctas > 0]
         steps, find = [_prepared(x) for x in launches], self.memory.find
-        first, last, found = dict[int, int](), dict[int, int](), list[list[Pointers]]()
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        found: list[list[Pointers]] = []
         for n, step in enumerate(steps):
             found.append([[(i, *find(x)) for i, x in some] for some in (step.tensors, step.described)])
-            for _, slot, _ in itertools.chain(*found[n]):
-                first.setdefault(slot, n)
-                last[slot] = n
+            for some in found[n]:
+                for _, slot, _ in some:
+                    first.setdefault(slot, n)
+                    last[slot] = n
         places, index = dict(enumerate(self.sources)), self.count
         new, scratch, done = (defaultdict[int, list](list) for _ in range(3))
         for name, x in self.outputs.items():
@@ -147,7 +149,7 @@ class Plan(Entry):
         bound = []
         for n, (launch, step, pointers) in enumerate(zip(launches, steps, found)):
             at, described = ([(i, places[x][0], places[x][1] + offset) for i, x, offset in some] for some in pointers)
-            exchanged = list[tuple[int, int, int]]()
+            exchanged: list[tuple[int, int, int]] = []
             if isinstance(launch, Exchange):
                 exchanged = [(i, begin, begin + x.nbytes) for (_, i, begin), (_, x) in zip(at, step.tensors)]
                 at = []

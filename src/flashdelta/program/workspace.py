@@ -30,14 +30,17 @@ with torch.inference_mode():  # views of others count their versions, which take
     _typed_slots = functools.cache(torch.empty(1 << 62, dtype=torch.uint8, device="meta").view)
 
 
-@functools.lru_cache(4096)  # calls that differ in their lengths have parameters, pools and indices in the same places
-def tensor_at(address: int, shape: Shape, dtype: torch.dtype, strides: Shape | None = None) -> Tensor:
+def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype, strides: Shape | None = None) -> Tensor:
     """A tensor in slots, by default a dense one."""
     if strides is None:
         count, strides = 1, ()
         for n in reversed(shape):
             count, strides = count * max(n, 1), (count, *strides)
     return _typed_slots(dtype).as_strided(shape, strides, address // dtype.itemsize)
+
+
+given_at = functools.lru_cache(4096)(tensor_at)
+"""Calls that differ in their lengths have parameters, pools and indices in the same places."""
 
 
 class Slots:
@@ -60,11 +63,11 @@ class Slots:
     def take(self, x: Tensor) -> Tensor:
         """A tensor of the call in its slot, where its address is a multiple of 16 if its own is."""
         offset, size = x.data_ptr() % ALIGNMENT, x.dtype.itemsize
-        return tensor_at(self._next(offset if offset % size == 0 else size), x.shape, x.dtype, x.stride())
+        return given_at(self._next(offset if offset % size == 0 else size), x.shape, x.dtype, x.stride())
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """An output or scratch, in a slot of its own."""
-        x = tensor_at(self._next(), tuple(shape), dtype)
+        x = tensor_at(self._next(), shape, dtype)
         self.sizes[-1] = x.nbytes
         if zeroed:
             self.zeroed.add(len(self.sizes) - 1)
@@ -72,7 +75,7 @@ class Slots:
 
     def find(self, x: Tensor) -> tuple[int, int]:
         """The slot of a tensor, and the bytes before it there."""
-        address = x.storage_offset() * x.element_size()  # an empty tensor has no `data_ptr`
+        address = x.data_ptr() or x.storage_offset() * x.element_size()  # an empty tensor has no `data_ptr`
         slot = address // SLOT - 1
         if not x.is_meta or not 0 <= slot < len(self.begins):
             raise AssertionError(f"a tensor {list(x.shape)} lies in no slot: PyTorch made it while a plan was built")
@@ -88,8 +91,7 @@ def in_slots(t: T) -> T:
 
 def sizes(layout: Layout) -> list[int]:
     """Bytes from each tensor to the next."""
-    exact = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
-    return [-(-n // ALIGNMENT) * ALIGNMENT for n in exact]
+    return [-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in layout.values()]
 
 
 class Workspace(dict[str, Tensor]):
@@ -98,12 +100,13 @@ class Workspace(dict[str, Tensor]):
     def __init__(self, layout: Layout, buffer: Tensor, beside: Mapping[str, Tensor] | None = None):
         super().__init__()
         self.buffer, address = buffer, buffer.storage_offset()
-        for (name, kind), nbytes in zip(layout.items(), sizes(layout)):
-            self[name] = tensor_at(address, *kind)
-            address += nbytes
+        for name, kind in layout.items():
+            x = self[name] = tensor_at(address, *kind)
+            address += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
         self.update(beside or {})
 
     @classmethod
     def allocate(cls, layout: Layout, memory: Slots, beside: Mapping[str, Tensor] | None = None) -> Workspace:
-        layout = {name: kind for name, kind in layout.items() if name not in (beside or ())}
+        if beside:
+            layout = {name: kind for name, kind in layout.items() if name not in beside}
         return cls(layout, memory.new([sum(sizes(layout))], torch.uint8), beside)

@@ -54,8 +54,9 @@ def explain(op: Callable, /, *arguments: object, device: torch.device | str | No
     """Says which backend would run `op(*arguments, **named)`, and why each other one would not; of `chunk_kda` also how
     sequences would be split. Runs no kernel, but reads `cu_seqlens`.
 
-    Example:
-        >>> fd.explain(fd.gated_rms_norm, torch.randn(10, 64), torch.randn(10, 64), torch.ones(64), device="cpu").chosen
+    Examples:
+        >>> x, weight = torch.randn(10, 64), torch.ones(64)
+        >>> fd.explain(fd.gated_rms_norm, x, x, weight, device="cpu").chosen
         'reference'
 
     Args:

@@ -31,8 +31,9 @@ class Support(NamedTuple):
 def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
     """Says whether `op(*arguments, **named)` can run, without running it.
 
-    Example:
-        >>> bool(fd.supports(fd.gated_rms_norm, torch.randn(10, 64), torch.randn(10, 32), torch.ones(64)))
+    Examples:
+        >>> x, gate, weight = torch.randn(10, 64), torch.randn(10, 32), torch.ones(64)
+        >>> bool(fd.supports(fd.gated_rms_norm, x, gate, weight))
         False
 
     Reads no device data, allocates nothing on a device, and raises nothing: what `op` would refuse is the answer's `reason`. It

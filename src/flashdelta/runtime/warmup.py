@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,13 +61,14 @@ def warmup(
 ) -> int:
     """Compiles what serving will need, so that no call compiles later.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     fd.warmup(fd.chunk_kda, [(128, 128)], state_pool=[True])
 
     Kernels depend on head dimensions, dtypes and options, and in a few steps on sizes. So the launches of calls of each
     combination below are made for many sizes, of tensors without memory, and their kernels compiled and loaded. Nothing is
-    launched. Options that are not listed are those of `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
+    launched. The logger "flashdelta" has a line per combination at level INFO. Options that are not listed are those of
+    `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda`, `recurrent_kda` or `fused_kda_decode`. The last two are called over a pool, with
@@ -135,7 +137,8 @@ def warmup(
     logit = "use_beta_sigmoid_in_kernel" if kind in ("chunk", "recurrent") else "beta_is_logit"
     options |= {logit: use_beta_sigmoid_in_kernel, "state_v_first": state_v_first}
     options |= {"safe_gate": safe_gate} if kind == "chunk" else {}
-    for (K, V), is_packed, way, buffer in kinds:
+    for i, ((K, V), is_packed, way, buffer) in enumerate(kinds):
+        logging.getLogger("flashdelta").info("warm-up: %s, kind %d of %d", op.__name__, i + 1, len(kinds))
         for call in calls.of_sizes(K, V, is_packed, buffer, **way):
             _compile(op, call | options, device)
             if kind == "decode" and "intermediate_states" in call:
@@ -218,6 +221,8 @@ class Calls:
             yield call
             if self.kind == "chunk":
                 yield call | {"batch_invariant": True}
+                if packed and LENGTHS[0] == T:
+                    yield call | {"cu_seqlens_cpu": T * torch.arange(N + 1, dtype=self.dtypes["cu_seqlens_dtype"])}
 
     def sizes(self, packed: bool, drafts: str) -> Iterable[tuple[int, int, int]]:
         """Sequences, tokens of each, heads."""

@@ -34,6 +34,7 @@ from .prepare_steps import prepare_steps
 from .recurrence import recurrence
 from .reverse import reverse
 from .segments import before_segments, outgoing, room, split_layout
+from .short import short
 from .verify import verify
 from .wy import wy, wy_dqkg
 
@@ -76,10 +77,31 @@ def in_steps(problem: ChunkProblem, transitions_at_once: int) -> bool:
     Neither lengths nor sequences count: the bits of a sequence are its own. So a call with K = 128 that would be split if
     only its sequences were longer keeps its chunks, as does what the backward pass will compute again."""
     whole = problem.split == 1 or (problem.split == AUTO and (transitions_at_once == 0 or problem.K == 64))
-    plain = not problem.return_intermediate_states and not problem.requires_grad
-    inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm
     forms_transitions = problem.ranks > 1 and not problem.relays
-    return STEPS_FROM[problem.K, forms_transitions] <= problem.HV and whole and plain and inputs
+    return STEPS_FROM[problem.K, forms_transitions] <= problem.HV and whole and may_go_in_steps(problem)
+
+
+def may_go_in_steps(problem: ChunkProblem) -> bool:
+    plain = not problem.return_intermediate_states and not problem.requires_grad
+    return plain and problem.g_dtype == torch.bfloat16 and problem.l2norm
+
+
+SHORT_TILES = 256
+"""Sequences times value heads from which `short` was faster than two launches, with sequences of one chunk, and with two if
+heads are so few that calls keep whole chunks. 200 sequences of 40 tokens with 16 heads take 169 us instead of 335, 64 of 100
+83 instead of 100 with 8, but 254 instead of 246 with 32 (benchmarks/results/tuning/short-h200.json)."""
+
+
+def in_one_launch(problem: ChunkProblem, device: torch.device) -> bool:
+    """Says whether `short` does the call: where the host knows that no sequence is long, though it is right for any lengths.
+    Its steps have other bits than the chunks of calls with few heads, which do without it where bits are a sequence's own."""
+    longest = problem.longest_chunks if problem.packed else -(-problem.T // TILE)
+    most = 1 if STEPS_FROM[problem.K, False] <= problem.HV else 2
+    fits = problem.K == problem.V == 128 and 0 < longest <= most and SHORT_TILES <= problem.N * problem.HV
+    plain = problem.ranks == 1 and problem.checkpoints == 0 and problem.checkpoint_every == 0 and problem.safe_gate
+    free = problem.split == AUTO and not problem.batch_invariant
+    same = free or in_steps(problem, room(problem, device))
+    return fits and plain and may_go_in_steps(problem) and same
 
 
 def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
@@ -99,11 +121,12 @@ def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = F
 
 def chunk(stages: StageSet, outputs: Outputs) -> list[Step]:
     """The launches of a forward that keeps nothing. An output of the caller's that no kernel can write is copied to."""
+    forward = functools.partial(short, stages) if in_one_launch(stages.problem, stages.t.device) else stages.forward
     o = outputs["o"]
     if aligned(o):
-        return stages.forward(outputs)
+        return forward(outputs)
     own = stages.t.memory.new(o.shape, o.dtype)
-    return [*stages.forward(outputs, own), *strided_copy(own, o)]
+    return [*forward(outputs, own), *strided_copy(own, o)]
 
 
 LAUNCHES: dict[str, Callable[..., Iterable[Launch] | None]] = {

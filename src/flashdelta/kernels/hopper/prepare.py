@@ -12,8 +12,6 @@ reference row)`, which is `a` or `b = 1 / a` of the thread's own sub-chunk times
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -772,7 +770,8 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     own = dict(
         **call.left("tiles", "decay", "semaphores"),
         **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.q.device)),
-        **dict(FLAGS=FLAGS, COSTS=astuple(SPLIT_COSTS), OVERLAPS=plan is not None or overlaps_prepare(call)),
+        COSTS=tuple(vars(SPLIT_COSTS).values()),
+        **dict(FLAGS=FLAGS, OVERLAPS=plan is not None or overlaps_prepare(call)),
     )
     return Launch(
         prepare_kernel,

@@ -124,8 +124,10 @@ def decayed_queries(queries, norm_q_s, a, i: gl.constexpr):
 def own_step(x, row):
     """`[64, 32]`, of a product `[64, 64]` of the chunk's rows the columns of each row's own step. What is dropped may have
     overflowed."""
-    first, second = column_halves(x, ACC_HALF)
-    return gl.where(row < 32, first, second)
+    if x.shape[1] == 64:
+        first, second = column_halves(x, ACC_HALF)
+        x = gl.where(row < 32, first, second)
+    return x
 
 
 @gluon.jit
@@ -323,6 +325,101 @@ def step_operands(x):
     return left0, right0, left1, right1
 
 
+@gluon.jit
+def start_copies(rows, tokens, count, keys, queries, right, SAFE):
+    """Loads beta `[64]` and starts the copies of g, k and q, by strides `tokens`. Returns beta, and where g goes."""
+    q, k, g, beta = rows
+    q_token, k_token, g_token, beta_token = tokens
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
+    # volatile: else the compiler moves it behind the copies, where it queues
+    betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
+    g_s = reinterpret(right, gl.bfloat16, right.shape, PLAIN if SAFE else TILE)
+    copy_tokens(g_s, g, g_token, count, 64)
+    copy_tokens(keys, k, k_token, count, 64)
+    copy_tokens(queries, q, q_token, count, 64)
+    async_copy.commit_group()
+    return betas, g_s
+
+
+@gluon.jit
+def store_norms(keys, queries, norm_k_s, norm_q_s, scale):
+    KH: gl.constexpr = keys.shape[0] // 64
+    norm_k_s.reshape([4, 16]).store(
+        pair_norm_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+    )
+    norm_q_s.reshape([4, 16]).store(
+        pair_norm_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+        * scale
+    )
+
+
+@gluon.jit
+def decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, QUERIES_FIRST):
+    """`decayed` of both parts, with K = 64 of the only one, then a barrier."""
+    for i in gl.static_range(len(parts)):
+        decayed(keys, queries, right, norm_k_s, norm_q_s, parts[i], i, QUERIES_FIRST and len(parts) == 1)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def products(keys, queries, right, zero):
+    """The products `[64, 64]` of keys and of queries with right operands."""
+    for h in gl.static_range(keys.shape[0] // 64):
+        right_h = right.slice(64 * h, 64).permute((1, 0))
+        if h == 0:
+            A = warpgroup_mma(keys.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
+            Aqk = warpgroup_mma(queries.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
+        else:
+            A = warpgroup_mma(keys.slice(64 * h, 64), right_h, A, is_async=True)
+            Aqk = warpgroup_mma(queries.slice(64 * h, 64), right_h, Aqk, is_async=True)
+    return warpgroup_mma_wait(0, deps=[A, Aqk])
+
+
+@gluon.jit
+def masked_pairs(A, Aqk, betas, row):
+    """-A and Aqk `[64, 32]`, that in bf16, from products."""
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
+    minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
+    return minus_A, round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
+
+
+@gluon.jit
+def weigh_keys(X, Aqk, keys, X_s, beta_s, place, row, zero):
+    """Stores `inverse | Aqk` in the first rows of `place`, which it returns, and -w in place of the keys, from
+    `block_inverses`."""
+    X_s.reshape([4, 16, 32]).store(X)
+    X_left, X_right = step_inverses(X_s)
+    columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
+    # of each step
+    beta_first = beta_s.slice(0, 32).load(columns)[None, :]
+    beta_second = beta_s.slice(32, 32).load(columns)[None, :]
+    X = gl.convert_layout(gl.join(X_left, X_right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
+    # negative, as w is stored
+    weights = X * gl.where(row < 32, -beta_first, -beta_second)
+    # rounded and in two parts as in `prepare`
+    high = round_pairs(weights)
+    low = round_pairs(weights - widen(high))
+    place = place.slice(0, 64)
+    place.store(beside(round_pairs(-weights), Aqk, ACC))
+
+    high0, high1, high2, high3 = step_operands(high)
+    low0, low1, low2, low3 = step_operands(low)
+    for h in gl.static_range(keys.shape[0] // 64):
+        # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
+        w = weighted(high0, low0, keys.slice(64 * h, 16), zero, False)
+        w = weighted(high1, low1, keys.slice(64 * h + 16, 16), w, True)
+        w = weighted(high2, low2, keys.slice(64 * h + 32, 16), w, True)
+        w = weighted(high3, low3, keys.slice(64 * h + 48, 16), w, True)
+        w, high0, high1, high2, high3, low0, low1, low2, low3 = warpgroup_mma_wait(
+            0, deps=[w, high0, high1, high2, high3, low0, low1, low2, low3]
+        )
+        keys.slice(64 * h, 64).store(w.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    return place
+
+
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_steps_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
@@ -394,12 +491,8 @@ def prepare_steps_kernel(
         bias_s: gl.constexpr = None  # type: ignore[no-redef]
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
-    betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
-    g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN if SAFE else TILE)
-    copy_tokens(g_s, g, g_token, count, 64)
-    copy_tokens(keys, k, k_token, count, 64)
-    copy_tokens(queries, q, q_token, count, 64)
-    async_copy.commit_group()
+    rows, tokens = (q, k, g, beta), (q_token, k_token, g_token, beta_token)
+    betas, g_s = start_copies(rows, tokens, count, keys, queries, right, SAFE)
 
     # nothing decays past the end
     unit_s.store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
@@ -416,13 +509,7 @@ def prepare_steps_kernel(
 
     async_copy.wait_group(0)
     # norms first: their MMAs and the sums of decays together need more registers than there are
-    norm_k_s.reshape([4, 16]).store(
-        pair_norm_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
-    )
-    norm_q_s.reshape([4, 16]).store(
-        pair_norm_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
-        * scale
-    )
+    store_norms(keys, queries, norm_k_s, norm_q_s, scale)
     if SAFE:
         fits: gl.constexpr = True
         before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
@@ -465,43 +552,22 @@ def prepare_steps_kernel(
         gl.store(at_decay, exp2(middle))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
-            decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, :, None, :], 0)
-            decayed(keys, queries, right, norm_k_s, norm_q_s, after, 1)
+            parts = before - middle[:, :, :, None, :], after
         else:
             until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
-            decayed(
-                keys,
-                queries,
-                right,
-                norm_k_s,
-                norm_q_s,
-                before - until[:, :, :, None, :],
-                0,
-                SAFE and cu_seqlens is not None,
-            )
-        fence_async_shared()
-        barrier()
+            parts = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
+        decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, SAFE and cu_seqlens is not None)
         for h in gl.static_range(KH):
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
             store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
 
         zero = gl.zeros((64, 64), gl.float32, layout=ACC)
-        for h in gl.static_range(KH):
-            right_h = right.slice(64 * h, 64).permute((1, 0))
-            if h == 0:
-                A = warpgroup_mma(keys.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
-                Aqk = warpgroup_mma(queries.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
-            else:
-                A = warpgroup_mma(keys.slice(64 * h, 64), right_h, A, is_async=True)
-                Aqk = warpgroup_mma(queries.slice(64 * h, 64), right_h, Aqk, is_async=True)
-        A, Aqk = warpgroup_mma_wait(0, deps=[A, Aqk])
+        A, Aqk = products(keys, queries, right, zero)
         if not SAFE:
             # anew: there are no registers for it before
             betas = beta_s.load(gl.SliceLayout(1, ACC_HALF))
         row = acc_row[:, None]
-        column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
-        minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
-        Aqk = round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
+        minus_A, Aqk = masked_pairs(A, Aqk, betas, row)
     else:
         own_A, own_Aqk = exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE)
         fence_async_shared()
@@ -511,9 +577,7 @@ def prepare_steps_kernel(
             store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
         betas = beta_s.load(gl.SliceLayout(1, ACC_HALF))
         row = acc_row[:, None]
-        column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
-        minus_A = gl.where(row % 32 > column, own_A, 0.0) * -betas[:, None]
-        Aqk = round_pairs(gl.where(row % 32 >= column, own_Aqk, 0.0))
+        minus_A, Aqk = masked_pairs(own_A, own_Aqk, betas, row)
     if not SAFE:
         zero = gl.zeros((64, 64), gl.float32, layout=ACC)
 
@@ -521,36 +585,7 @@ def prepare_steps_kernel(
     # the queries and the right operands have left
     tma.store_wait(0)
     barrier()
-    X_s = reinterpret(queries, gl.float32, [64, 32], STEP)
-    X_s.reshape([4, 16, 32]).store(X)
-    X_left, X_right = step_inverses(X_s)
-    columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
-    # of each step
-    beta_first = beta_s.slice(0, 32).load(columns)[None, :]
-    beta_second = beta_s.slice(32, 32).load(columns)[None, :]
-    X = gl.convert_layout(gl.join(X_left, X_right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
-    # negative, as w is stored
-    weights = X * gl.where(row < 32, -beta_first, -beta_second)
-    # rounded and in two parts as in `prepare`
-    high = round_pairs(weights)
-    low = round_pairs(weights - widen(high))
-    place = right.slice(0, 64)
-    place.store(beside(round_pairs(-weights), Aqk, ACC))
-
-    high0, high1, high2, high3 = step_operands(high)
-    low0, low1, low2, low3 = step_operands(low)
-    for h in gl.static_range(KH):
-        # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
-        w = weighted(high0, low0, keys.slice(64 * h, 16), zero, False)
-        w = weighted(high1, low1, keys.slice(64 * h + 16, 16), w, True)
-        w = weighted(high2, low2, keys.slice(64 * h + 32, 16), w, True)
-        w = weighted(high3, low3, keys.slice(64 * h + 48, 16), w, True)
-        w, high0, high1, high2, high3, low0, low1, low2, low3 = warpgroup_mma_wait(
-            0, deps=[w, high0, high1, high2, high3, low0, low1, low2, low3]
-        )
-        keys.slice(64 * h, 64).store(w.to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
+    place = weigh_keys(X, Aqk, keys, reinterpret(queries, gl.float32, [64, 32], STEP), beta_s, right, row, zero)
     for h in gl.static_range(KH):
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)

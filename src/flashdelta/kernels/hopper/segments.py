@@ -8,6 +8,7 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -386,8 +387,13 @@ H200 takes."""
 
 def room(problem: ChunkProblem, device: torch.device) -> int:
     """Segment transitions that are formed at the same time, no more than leave `recurrence` bound by its chain."""
-    moved = problem.HV * ((3 * problem.K + 2 * TILE) * TILE + 2 * problem.chunk_size * problem.V) * 2
-    fit = min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
+    return _room(problem.HV, problem.K, problem.V, problem.chunk_size, sm_count(device))
+
+
+@functools.cache
+def _room(HV: int, K: int, V: int, chunk_size: int, sms: int) -> int:
+    moved = HV * ((3 * K + 2 * TILE) * TILE + 2 * chunk_size * V) * 2
+    fit = min(sms, MOST_CTAS) // (HV * ((K + V) // TILE))
     return min(fit, max(MOST_MOVED // moved - 1, 0))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,14 +141,15 @@ FAR = 2**31
 
 def near(x: Tensor, unit: int) -> bool:
     """Says whether strides fit, in multiples of `unit` elements."""
-    return all([n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride())])
+    strides, far = x.stride(), FAR * unit
+    return max(strides, default=0) < far or all([n == 1 or s < far for n, s in zip(x.shape, strides)])
 
 
 def aligned(x: Tensor, unit: int = 8) -> bool:
     """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
     most kernels."""
     *outer, inner = x.stride()
-    return inner == 1 and x.data_ptr() % 16 == 0 and all([s % unit == 0 for s in outer]) and near(x, 8)
+    return inner == 1 and x.data_ptr() % 16 == 0 and math.gcd(*outer) % unit == 0 and near(x, 8)
 
 
 def stride_div8(name: str, x: Tensor, axis: int) -> int:

@@ -134,16 +134,19 @@ def demo(
     """Let a small KDA model write, and compare its prefill with its decode; or serve requests, each of which must get the text
     that it gets alone. Exit code 1 if they differ."""
     from .demo import run_demo, show
+    from .verify import saying
 
     if requests is not None:
         from . import batching
 
         given: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed, "prompt": prompt}
-        with _bad_parameters():
+        with _bad_parameters(), saying(not json) as say:
+            say(f"serving {requests} requests; kernels compile on first use")
             served = batching.run_batch(requests=requests, slots=slots, **given, backend=backend, device=device)
         _end(asdict(served), batching.show, json, served.checked)
     sampling: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed}
-    with _bad_parameters():
+    with _bad_parameters(), saying(not json) as say:
+        say(f"writing {tokens} characters; kernels compile on first use")
         result = run_demo(prompt=prompt, **sampling, backend=backend, device=device)
     _end(asdict(result), show, json, result.checked)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -19,7 +18,7 @@ from ... import integrations
 from ...problem import device_checks
 from ..cases import BF16, TOLERANCE, Case, make_call, truth
 from ..environment import environment
-from .verify import outcome
+from .verify import outcome, saying
 
 TYPICAL = Case("typical", "what a model calls, and small", T=130, safe=True)
 """Two chunks and a tail of two heads reach every kernel, and the float64 recurrence takes well under a second."""
@@ -32,7 +31,7 @@ LABELS = {"cudnn": "cuDNN's Python frontend"}
 def examine(device: torch.device, progress: bool = True) -> dict:
     """Reports the environment, every backend's verdict on a typical bf16 call, a self-check of the `auto` backend, and what
     frameworks can run on flashdelta. `progress`: say on stderr what takes seconds."""
-    with _saying(progress) as say:
+    with saying(progress) as say:
         say("checking a call against float64")
         call = make_call(TYPICAL, BF16, device)
         explanation = flashdelta.explain(flashdelta.chunk_kda, **call)
@@ -40,17 +39,6 @@ def examine(device: torch.device, progress: bool = True) -> dict:
         found = {"environment": environment(device), "FLASHDELTA_CHECK": device_checks.ENABLED}
         found["backends"] = {"chosen": explanation.chosen, "verdicts": verdicts}
         return found | {"self_check": self_check(call), "integrations": integrated(say)}
-
-
-@contextmanager
-def _saying(progress: bool) -> Iterator[Callable[[str], None]]:
-    """On a terminal the line that is there changes."""
-    stderr = Console(stderr=True, highlight=False)
-    if progress and stderr.is_terminal:
-        with stderr.status("") as waiting:
-            yield waiting.update
-    else:
-        yield stderr.print if progress else lambda text: None
 
 
 def integrated(say: Callable[[str], None]) -> list[dict]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 import flashdelta
@@ -38,7 +38,7 @@ def run_verify(
     Args:
         backend: only this one (`"auto"`: whatever is chosen); otherwise every one that can run the call.
         quick: leave out the long cases.
-        progress: show a progress bar on stderr, if that is a terminal.
+        progress: say on stderr which case runs.
 
     Returns:
         `environment`, `rows` (a row per case, operator and backend), `checked` and `not_checked` (the backends of which a row
@@ -48,20 +48,27 @@ def run_verify(
     chosen = [(case, dtype) for case, dtype in cases if not (quick and case.is_long)]
     names = [b.name for b in backends.BACKENDS] if backend is None else [backend]
     rows: list[dict] = []
-    stderr = Console(stderr=True)
-    hidden = not (progress and stderr.is_terminal)  # elsewhere the bar would leave an empty line
-    with Progress(console=stderr, transient=True, disable=hidden) as bar, torch.inference_mode():
-        task = bar.add_task("verify", total=len(chosen))
-        for case, dtype in chosen:
-            bar.update(task, description=case.name)
+    with saying(progress) as say, torch.inference_mode():
+        for i, (case, dtype) in enumerate(chosen):
+            say(f"case {i + 1} of {len(chosen)}: {case.name}")
             rows += _rows(case, dtype, device, names)
-            bar.advance(task)
     ran = [row for row in rows if row["status"] != "not supported"]
     checked = [name for name in names if any(row["backend"] == name for row in ran)]
     unchecked = [name for name in names if name not in checked]
     passed = bool(ran) and all(row["status"] == "passed" for row in ran)
     found = {"rows": rows, "checked": checked, "not_checked": unchecked, "passed": passed}
     return {"environment": environment(device), **found}
+
+
+@contextmanager
+def saying(progress: bool) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what takes seconds; on a terminal the line that is there changes."""
+    stderr = Console(stderr=True, highlight=False)
+    if progress and stderr.is_terminal:
+        with stderr.status("") as waiting:
+            yield waiting.update
+    else:
+        yield stderr.print if progress else lambda text: None
 
 
 def _rows(case: Case, dtype: torch.dtype, device: torch.device, names: Sequence[str]) -> list[dict]:
