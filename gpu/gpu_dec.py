@@ -1,6 +1,6 @@
 """On a Hopper GPU, from the repository's root: prepare decides what is forgotten, beside the base.
 
-base in .carry/base/src, new in src; workers take turns. Prints a table last. Options: --limit SECONDS (default 105).
+base in .carry/base2/src, new in src; workers take turns. Prints a table last. Options: --limit SECONDS (default 105).
 """
 import argparse, glob, importlib, json, math, os, subprocess, sys, time
 from pathlib import Path
@@ -217,7 +217,7 @@ def main():
         return cudnn_worker()
     began = time.time()
     left = lambda: a.limit - (time.time() - began)
-    trees = {"base": str(ROOT / ".carry/base/src"), "new": str(ROOT / "src")}
+    trees = {"base": str(ROOT / ".carry/base2/src"), "new": str(ROOT / "src")}
     start = lambda *x: subprocess.Popen([sys.executable, __file__, *x], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     warming = [subprocess.Popen([sys.executable, __file__, "--worker", v, "--warm", str(i)], stdout=subprocess.DEVNULL,
                                 stderr=subprocess.PIPE, text=True) for i in PRIORITY for v in trees.values()]
