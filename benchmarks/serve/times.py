@@ -25,7 +25,7 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
     """Measurements by name: each call makes one more, in ms or tokens per second."""
     fresh, lengths = itertools.count(10_000), itertools.count(1)
     gc.collect()
-    gc.disable()  # a look for garbage takes as long as many steps
+    gc.disable()  # a garbage collection takes as long as many steps
 
     def first_token(n: int) -> float:
         return 1e3 * run(llm, [tokens(next(fresh), n)], 1)[0]
@@ -61,8 +61,8 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
         return (kernels(17) - kernels(1)) / 16e3
 
     def inside(n: int, gpu: bool) -> float:
-        """KDA layers' own code in a prefill, which runs eagerly: the host's time, the median of all layers, or the GPU's, their
-        sum."""
+        """KDA layers' own code in a prefill, which runs eagerly: the GPU's time of all layers together, or else the median of
+        their host times."""
         import torch
 
         layers = llm.apply_model(lambda model: [x for x in model.modules() if type(x).__name__ in LAYERS.values()])[0]
