@@ -20,7 +20,7 @@ PICTURE = RESULTS / "headlines.svg"
 TITLES = dict(fla="FLA", cudnn="cuDNN", cudnn_ready="cuDNN, ready inputs", flash_kda="FlashKDA")
 TITLES |= dict(attn_gym="attention-gym", ieee="plain float32", fla_bf16="FLA bf16", one="one GPU", gather="all-gather")
 TITLES |= dict(no_relay="without relay", chain="single operators", bare="attention alone", whole="not split")
-TITLES |= dict(share="of the copy rate")
+TITLES |= dict(share="share of copy rate")
 
 WAYS = {"sustained": "Times are sustained", "graph cold": "Times are cold, by CUDA graph"}
 
