@@ -7,12 +7,11 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
 
 from .problem.errors import wrong
 from .problem.problem import (
@@ -26,7 +25,7 @@ from .problem.problem import (
     Tensors,
     WyProblem,
 )
-from .problem.split import planned_parts
+from .problem.split import parts_of_sequences
 
 if TYPE_CHECKING:  # kernels must not be imported before a call needs them
     from .program.plan import Plan
@@ -65,8 +64,8 @@ class Backend:
         """The plan of a call that meets no obstacle, or of its backward pass."""
         raise NotImplementedError
 
-    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
-        """Segments that each sequence is cut into, from its `chunks [N]` (`problem/split.py`)."""
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
+        """Segments that each sequence is cut into, from its `chunks` (`problem/split.py`)."""
         raise NotImplementedError
 
 
@@ -218,13 +217,14 @@ class HopperBackend(Backend):
     def build(self, problem: Problem, t: Tensors) -> Executable:
         return build_hopper(problem, t)
 
-    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
         from .kernels.hopper.build import in_one_launch, in_steps
         from .kernels.hopper.segments import SPLIT_COSTS, room
 
         most = room(problem, device)
         whole = in_steps(problem, most) or in_one_launch(problem, device)
-        return planned_parts(problem, chunks, 0 if whole else most, SPLIT_COSTS)
+        options = problem.split, problem.batch_invariant
+        return parts_of_sequences(chunks, 0 if whole else most, SPLIT_COSTS, *options)
 
 
 def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Executable:
@@ -278,12 +278,12 @@ class TritonBackend(Backend):
 
         return build(problem, t)
 
-    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
         from .kernels.triton.segments import SPLIT_COSTS, room
         from .program.launch import capability, sm_count
 
         most = room(problem, capability(device), sm_count(device))
-        return planned_parts(problem, chunks, most, SPLIT_COSTS)
+        return parts_of_sequences(chunks, most, SPLIT_COSTS, problem.split, problem.batch_invariant)
 
 
 def interpreting() -> bool:
@@ -302,8 +302,8 @@ class ReferenceBackend(Backend):
 
         return build(problem, t)
 
-    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
-        return torch.ones_like(chunks)
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
+        return [1] * len(chunks)
 
 
 BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())
