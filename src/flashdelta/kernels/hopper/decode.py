@@ -28,7 +28,7 @@ from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, own_work_tile
 from ..shared.states import everywhere, start_slot, target_slot
-from ..stages.decode import DECODE_FEW, decode_states, step_arguments
+from ..stages.decode import DECODE_FEW, step_arguments
 from ..stages.launch import Config, launch
 from .device.compat import copy_async
 from .device.math import split_high_low
@@ -203,15 +203,12 @@ DECODE_AT_ONCE = 28
 
 def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """One token per sequence. None for few pairs of sequence and head, and where copies can't be asynchronous."""
-    states = decode_states(problem, t, outputs.get("final_state"))
+    own = step_arguments(problem, t, outputs)
     many = problem.N * problem.HV > DECODE_FEW
-    if not many or not all(aligned(x, 16) for x in (t.q, t.k, t.g, states.initial)):
+    if not many or not all(aligned(x, 16) for x in (t.q, t.k, t.g, own["initial_state"])):
         return None
     BV = min(problem.V, 2048 // problem.K)
     ctas = problem.N * problem.HV * (problem.V // BV)
     first, past = prefetching_ctas(ctas, DECODE_AT_ONCE * sm_count(t.device))
-    own = dict(
-        **step_arguments(problem, t, states, outputs["o"]),
-        **dict(BV=BV, IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools, first_ahead=first, past_ahead=past),
-    )
+    own |= dict(BV=BV, first_ahead=first, past_ahead=past)
     return [launch(decode_kernel, ctas, problem, t, own, Config(num_warps=1), overlaps=True)]

@@ -34,7 +34,7 @@ from ..shared.records import COUNTS, open_record, record_values, store_decay_and
 from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot
-from ..stages.decode import decode_states, step_arguments
+from ..stages.decode import step_arguments
 from ..stages.launch import Config, launch
 from .device.math import dot3, multiply, pick, store_parts
 from .launch import aligned
@@ -472,14 +472,10 @@ def max_registers(problem: StepProblem, tokens: int, sms: int) -> int | None:
 
 def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """Speculative tokens into a replay buffer. None where states lie on no 16 bytes."""
-    states = decode_states(problem, t, None)
-    if not aligned(states.initial, 16):
+    own = step_arguments(problem, t, outputs)
+    if not aligned(own["initial_state"], 16):
         return None
     tokens = next((x for x in (4, 8) if problem.most_tokens <= x), 16)
-    own = dict(
-        **step_arguments(problem, t, states, outputs["o"]),
-        **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
-    )
-    cap = max_registers(problem, tokens, sm_count(t.device))
-    c = Config(problem.V // 32, max_registers=cap)
+    own |= dict(TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens)
+    c = Config(problem.V // 32, max_registers=max_registers(problem, tokens, sm_count(t.device)))
     return [launch(verify_kernel, problem.N * problem.HV, problem, t, own, c, overlaps=True)]
