@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
 
@@ -136,19 +135,18 @@ def demo(
     from .demo import run_demo, show
     from .verify import saying
 
-    if requests is not None:
-        from . import batching
-
-        given: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed, "prompt": prompt}
-        with _bad_parameters(), saying(not json) as say:
-            say(f"serving {requests} requests; kernels compile on first use")
-            served = batching.run_batch(requests=requests, slots=slots, **given, backend=backend, device=device)
-        _end(asdict(served), batching.show, json, served.checked)
-    sampling: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed}
+    given: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed}
+    given |= {"backend": backend, "device": torch.device(device)}
     with _bad_parameters(), saying(not json) as say:
-        say(f"writing {tokens} characters; kernels compile on first use")
-        result = run_demo(prompt=prompt, **sampling, backend=backend, device=device)
-    _end(asdict(result), show, json, result.checked)
+        if requests is not None:
+            from . import batching
+
+            say(f"serving {requests} requests; kernels compile on first use")
+            report, show_report = batching.run_batch(requests=requests, slots=slots, **given), batching.show
+        else:
+            say(f"writing {tokens} characters; kernels compile on first use")
+            report, show_report = run_demo(**given), show
+    _end(report, show_report, json, report["checked"])
 
 
 @app.command()
