@@ -31,7 +31,6 @@ class Slots(TensorProxy):
 
     def __init__(self, pool: Tensor, indices: Tensor, has_initial_state: Tensor | None, gather: Callable[[], Tensor]):
         self.pool, self.indices, self.has_initial_state, self.gather = pool, indices, has_initial_state, gather
-        self.stored = False
 
     def tensor(self) -> Tensor:
         return self.gather()
@@ -41,10 +40,6 @@ class Slots(TensorProxy):
         return torch.Size((self.indices.shape[0], *self.pool.shape[1:]))
 
     def contiguous(self) -> Slots:
-        return self
-
-    def to(self, dtype: torch.dtype) -> Slots:
-        """Returns the same: they have the pool's."""
         return self
 
     @classmethod
@@ -59,18 +54,8 @@ class Final(TensorProxy):
     """Kimi-K3's buffer for the states after a prefill, which it stores in their slots itself where there are checkpoints. Once
     they are there (`stored`), that does nothing."""
 
-    def __init__(self, states: Tensor):
-        self.states, self.stored = states, False
-
-    def tensor(self) -> Tensor:
-        return self.states
-
     def __getitem__(self, key: Any) -> Final:
         return Final(self.states[key])
-
-    def to(self, dtype: torch.dtype) -> Final:
-        """Returns the same: they have the pool's."""
-        return self
 
     @classmethod
     def __torch_function__(cls, function: Original, types: object, arguments: tuple, named: dict | None = None) -> Any:
@@ -118,12 +103,6 @@ def scatter_states(original: Original, call: Arguments) -> None:
 
 class Pool(TensorProxy):
     """A layer's pool, of which Ling-3 takes the states of a prefill by indexing."""
-
-    def __init__(self, states: Tensor):
-        self.states = states
-
-    def tensor(self) -> Tensor:
-        return self.states
 
     def __getitem__(self, key: Any) -> Pool | Slots:
         if isinstance(key, Tensor):

@@ -73,15 +73,11 @@ class Watch(MetaPathFinder):
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
             return None
-        spec.loader = PatchingLoader(spec.loader, self.patch)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-class PatchingLoader(SourceFileLoader):
-    def __init__(self, loader: SourceFileLoader, patch: Callable[[ModuleType], None]):
-        super().__init__(loader.name, str(loader.path))
-        self.patch = patch
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        self.patch(module)

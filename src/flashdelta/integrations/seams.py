@@ -63,10 +63,20 @@ class Patch:
 
 
 class TensorProxy:
-    """Stands for a tensor in the engine's code."""
+    """Stands for a tensor of states in the engine's code."""
+
+    stored = False
+    """True once the states are in their slots."""
+
+    def __init__(self, states: Any):
+        self.states = states
 
     def tensor(self) -> Any:
-        raise NotImplementedError
+        return self.states
+
+    def to(self, dtype: Any) -> TensorProxy:
+        """Returns the same: they have the pool's."""
+        return self
 
 
 def real(x: Any) -> Any:
