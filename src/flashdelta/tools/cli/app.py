@@ -54,9 +54,8 @@ def _end(report: dict, show: Callable[[dict, Console], None], json: bool, passed
 
 
 def _backend(name: str) -> str:
-    known = ("auto", *(backend.name for backend in backends.BACKENDS))
-    if name not in known:
-        raise typer.BadParameter(f"must be one of {', '.join(known)}; got {name!r}")
+    if name not in backends.NAMES:
+        raise typer.BadParameter(f"must be one of {', '.join(backends.NAMES)}; got {name!r}")
     return name
 
 

@@ -79,8 +79,9 @@ def order_of(kernel: Kernel) -> str:
 def row(kernel: Kernel, order: str) -> str:
     """An `fd_kernel`; `order` is the array that lists its parameters."""
     variant = ", ".join(map(str, kernel.wanted.variant()))
+    specific = int(kernel.arch >= 90)  # Triton compiles sm_90 and newer with features that later ones do not have
     return (
-        f'{{{{{variant}}}, {kernel.arch}, {int(kernel.specific)}, "{kernel.entry}", {kernel.symbol}, {kernel.threads}, '
+        f'{{{{{variant}}}, {kernel.arch}, {specific}, "{kernel.entry}", {kernel.symbol}, {kernel.threads}, '
         f"{kernel.shared_bytes}, {kernel.slices}, {int(kernel.overlaps)}, {len(kernel.parameters)}, {order}}}"
     )
 
