@@ -262,21 +262,17 @@ def context_of(cp_context: Any, group: Any, device: torch.device, *arguments: st
         return _of_rows(group, name, rank, ranks, device)
     if group is not None:
         raise wrong("group", "both", "None with cp_context")
-    context = as_context(cp_context)
-    if context is None:
+    if isinstance(cp_context, ContextParallel):
+        context = cp_context
+    elif all([hasattr(cp_context, name) for name in FOREIGN]):
+        context = _from_fla(cp_context)
+    else:
         also = ", a process group" if of_group == argument else ""
         wanted = f"a ContextParallel{also}, or an object with FLA's attributes {', '.join(FOREIGN)}"
         raise TypeError(f"{argument} must be {wanted}; got {type(cp_context).__name__}")
     if not torch.compiler.is_compiling() and context._group is not None:
         check_alive(context.group, context.name, argument)
     return context
-
-
-def as_context(x: Any) -> ContextParallel | None:
-    """The context that `x` is, or stands for if it has what FLA's has; else None."""
-    if isinstance(x, ContextParallel):
-        return x
-    return _from_fla(x) if all([hasattr(x, name) for name in FOREIGN]) else None
 
 
 def has_context(c: Any) -> bool:

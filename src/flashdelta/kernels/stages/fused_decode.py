@@ -15,7 +15,8 @@ def fused_arguments(problem: FusedProblem, t: FusedTensors, o: Tensor) -> dict[s
     if t.intermediate_states is not None:
         stored, targets = t.intermediate_states, t.intermediate_indices  # type: ignore[assignment]
     names = ("start_row", "start_token", "target_row", "target_token")
-    taps = dict(zip(("key_taps", "value_taps"), filter_offsets(problem, t.weight)))
+    # elements from the first filter of q to those of k: three weights side by side, or one
+    taps = t.weight.stride(0) if t.weight.shape[0] == 3 else problem.H * problem.K * t.weight.stride(1)
     filters = dict(zip(("weight_channel", "weight_tap"), t.weight.stride()[1:]))
     windows = dict(zip(("conv_slot", "conv_channel", "conv_place"), t.conv_state.stride()))
     return dict(
@@ -24,13 +25,5 @@ def fused_arguments(problem: FusedProblem, t: FusedTensors, o: Tensor) -> dict[s
         **dict(start_pitch=t.state_pool.stride(0), target_pitch=stored.stride(0), target_step=stored.stride(1)),
         **dict(zip(names, (*index_strides(t.state_indices), *index_strides(targets)))),
         **dict(key_channels=problem.H * problem.K, value_channels=2 * problem.H * problem.K),
-        **dict(taps | filters | windows, CHANNELS=t.conv_state.stride(1) == 1),
+        **dict(filters | windows, key_taps=taps, value_taps=2 * taps, CHANNELS=t.conv_state.stride(1) == 1),
     )
-
-
-def filter_offsets(problem: FusedProblem, weight: Tensor) -> tuple[int, int]:
-    """Elements from the first filter of q to those of k and v."""
-    if weight.shape[0] == 3:
-        return weight.stride(0), 2 * weight.stride(0)
-    keys = problem.H * problem.K * weight.stride(1)
-    return keys, 2 * keys

@@ -32,6 +32,7 @@ from ..shared.records import COUNTS, open_record
 from ..shared.scalars import SCALARS
 from ..shared.sequences import end_of_few, own_work_tile
 from ..shared.states import everywhere, last_accepted, named_slot, placed, start_slot, state_offsets, target_slot
+from ..stages.decode import DECODE_FEW
 from ..stages.fused_decode import fused_arguments
 from ..stages.launch import Config, launch
 from .decode import factors, load_tile, record, step, store_tile
@@ -296,10 +297,6 @@ def fused_decode_kernel(
                 roll(x_k, to_k, from_k, length, k_token, conv_place, live, K, W)
 
 
-FEW = 256
-"""States up to which they stay in the L2 cache, as in `decode`."""
-
-
 ONE_WAVE = 396
 """CTAs of four warps with 168 registers a thread that an H100 or H200 holds at the same time, three an SM."""
 
@@ -308,7 +305,7 @@ def fused_config(problem: FusedProblem, arch: int) -> Config:
     """Gives each channel a thread: rows of q, k, v and their windows are read once, and it has up to 128 elements of a
     state. Two threads share a channel for one token, in chains half as long; but where states in bfloat16 come in more than
     one wave, three CTAs of four warps an SM have more of them in flight."""
-    many = problem.T > 1 or problem.packed or problem.N * problem.HV > FEW
+    many = problem.T > 1 or problem.packed or problem.N * problem.HV > DECODE_FEW
     single = problem.T == 1 and not problem.packed
     warps = max(1, min(problem.K, problem.V) // 32)
     if single and problem.state_dtype == torch.bfloat16 and problem.N * problem.H > ONE_WAVE:
