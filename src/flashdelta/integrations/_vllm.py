@@ -291,15 +291,7 @@ def takes(call: Arguments, spec: int) -> bool:
 
 
 def null_step(
-    H: int,
-    K: int,
-    W: int,
-    dtypes: tuple,
-    spec: int,
-    bound: Any,
-    device: torch.device,
-    sequences: int = 1,
-    window: Any = (),
+    H: int, K: int, W: int, dtypes: tuple, spec: int, bound: Any, device: Any, sequences: int = 1, window: Any = ()
 ) -> Arguments:
     """A step as Kimi-K3 calls for it, of null sequences: rows are those of its projection, `window` the shape of a slot's."""
     (x, _, state), C, rows = dtypes, 3 * H * K, sequences * (1 + spec)
@@ -308,13 +300,9 @@ def null_step(
     mixed, z, _, beta, _ = make(rows, width, dtype=x).split([C, H * K, K, H, width - 4 * H * K - K - H], dim=1)
     windows = make(1, *(window or (W - 1 + spec, C)), dtype=dtypes[1])
     windows = windows if windows.shape[1] == C else windows.mT
-    step: Arguments = {
-        "x": mixed,
-        "weight": make(3, W, H * K),
-        "conv_state": windows,
-        "state": make(1, H, K, K, dtype=state),
-    }
-    step |= {"raw_g": make(1, rows, H, K, dtype=x), "raw_beta": beta[None], "A_log": make(H), "dt_bias": make(H * K)}
+    step: Arguments = {"x": mixed, "weight": make(3, W, H * K), "A_log": make(H), "dt_bias": make(H * K)}
+    step |= {"conv_state": windows, "state": make(1, H, K, K, dtype=state)}
+    step |= {"raw_g": make(1, rows, H, K, dtype=x), "raw_beta": beta[None]}
     step |= {"output_gate": z.unflatten(1, (H, K)), "norm_weight": make(K), "output": make(rows, 1, H, K, dtype=x)}
     step |= {"state_indices": make(sequences, dtype=torch.int32), "lower_bound": bound, "null_index": "non_positive"}
     if spec > 0:
@@ -449,17 +437,12 @@ def largest(T: int, N: int, state: torch.dtype, options: Arguments, out: Tensor)
     """A prefill of T tokens in N null sequences, which stores nothing, for a layer with outputs like `out [1, .., H, D]`."""
     N, (H, D) = min(N, T), out.shape[-2:]
     make = functools.partial(torch.zeros, device=out.device)
-    tokens = {name: make(1, T, H, D, dtype=out.dtype) for name in "qkv"}
+    found: Arguments = {name: make(1, T, H, D, dtype=out.dtype) for name in "qkv"}
     none = make(N, dtype=torch.int32)
-    tokens["g"] = make(1, T, H, D, dtype=options.get("g_dtype", out.dtype))
-    tokens["beta"] = make(1, T, H, dtype=options.get("beta_dtype", out.dtype))
-    ends = (torch.arange(N + 1, device=out.device) * T // N).int()
-    found: Arguments = {
-        **tokens,
-        "cu_seqlens": ends,
-        "state_pool": make(1, H, D, D, dtype=state),
-        "state_indices": none,
-    }
+    found["g"] = make(1, T, H, D, dtype=options.get("g_dtype", out.dtype))
+    found["beta"] = make(1, T, H, dtype=options.get("beta_dtype", out.dtype))
+    found["cu_seqlens"] = (torch.arange(N + 1, device=out.device) * T // N).int()
+    found |= {"state_pool": make(1, H, D, D, dtype=state), "state_indices": none}
     found |= {"use_beta_sigmoid_in_kernel": options.get("use_beta_sigmoid_in_kernel", True), **LAYOUT}
 
     if options["gate"] == "none":

@@ -139,15 +139,7 @@ def make_requests(count: int, tokens: int, seed: int, prompt: str | None) -> lis
 
 @one_thread()
 def run_batch(
-    *,
-    requests: int,
-    slots: int,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    prompt: str | None,
-    backend: str,
-    device: Any,
+    requests: int, slots: int, tokens: int, temperature: float, seed: int, prompt: str | None, backend: str, device: Any
 ) -> dict[str, Any]:
     """Serves requests with the model in the package. Prints nothing.
 
