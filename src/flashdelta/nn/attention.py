@@ -261,8 +261,6 @@ class KimiDeltaAttention(nn.Module):
                 self._check_pool(x, others, pool, slots, sequences, share)
             else:
                 rule("null_index", null_index == "negative", "'negative' without pool", repr(null_index))
-            if cache is not None:
-                _check_shapes("cache", cache, {"conv": self._windows(sequences, share)})
             mixed = torch.cat([p["q_proj"], p["k_proj"], p["v_proj"]], dim=-1)
             gate = _by_heads(p["g_proj.1"], self.head_v_dim)
         conv, past, states = None, {}, {}
@@ -447,7 +445,9 @@ class KimiDeltaAttention(nn.Module):
         if tuple(slots.shape) != (sequences,):
             raise wrong("slots", f"shape {list(slots.shape)}", f"one per sequence = [{sequences}]")
         count = pool.state.shape[0]
-        _check_shapes("pool", pool, {"conv": self._windows(count, share), "state": self._states(count, share)})
+        for part, wanted in (("conv", self._windows(count, share)), ("state", self._states(count, share))):
+            shape = tuple(getattr(pool, part).shape)
+            rule(f"pool.{part}", shape == wanted, f"of shape {list(wanted)}", f"shape {list(shape)}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiDeltaAttention:
         """Moves and casts as any module does, but leaves `A_log` and `dt_bias` in float32, unrounded."""
@@ -497,10 +497,3 @@ def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _first_given(others: dict[str, object]) -> str | None:
     return next((name for name, value in others.items() if value is not None), None)
-
-
-def _check_shapes(name: str, found: KdaCache | KdaPool, wanted: dict[str, tuple[int, ...]]) -> None:
-    for part, shape in wanted.items():
-        x = getattr(found, part)
-        if tuple(x.shape) != shape:
-            raise wrong(f"{name}.{part}", f"shape {list(x.shape)}", f"of shape {list(shape)}")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..problem import device_checks
-from ..problem.arguments import check_tensor, flag, positive, shape_of
-from ..problem.errors import wrong
+from ..problem.arguments import Arguments, check_tensor, flag, positive, shape_of
+from ..problem.errors import rule, wrong
 from .border import ANY_HALO, FIRST, counts, new_border, shard
 from .checks import broadcast_errors, check_on_all_ranks
 from .exchange import EXCHANGES, check_alive, chosen_exchange, members
@@ -221,24 +221,18 @@ def _offsets_on_host(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> Tenso
     check_offsets(cu_seqlens)
     if cu_seqlens_cpu is None:
         return cu_seqlens.cpu()
-    check_offsets(cu_seqlens_cpu, "cu_seqlens_cpu", on_host=True)
-    if cu_seqlens_cpu.shape != cu_seqlens.shape:
-        wanted = f"that of cu_seqlens, {list(cu_seqlens.shape)}"
-        raise wrong("cu_seqlens_cpu", f"shape {list(cu_seqlens_cpu.shape)}", wanted)
-    if device_checks.enabled() and not torch.equal(cu_seqlens_cpu.long(), cu_seqlens.cpu().long()):
-        raise wrong("cu_seqlens_cpu", "other offsets", "equal to cu_seqlens")
-    return cu_seqlens_cpu
+    name, x = "cu_seqlens_cpu", cu_seqlens_cpu
+    check_offsets(x, name)
+    rule(name, x.is_cpu, "on the CPU", f"device {x.device}")
+    rule(name, x.shape == cu_seqlens.shape, f"of cu_seqlens' shape {list(cu_seqlens.shape)}", shape_of(x))
+    same = not device_checks.enabled() or torch.equal(x.long(), cu_seqlens.cpu().long())
+    rule(name, same, "equal to cu_seqlens", "other offsets")
+    return x
 
 
-def check_offsets(offsets: object, name: str = "cu_seqlens", on_host: bool = False) -> None:
-    check_tensor(name, offsets)
-    assert isinstance(offsets, Tensor)
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64; got dtype {offsets.dtype}")
-    if offsets.dim() != 1 or offsets.numel() == 0:
-        raise wrong(name, f"shape {list(offsets.shape)}", "[M + 1] offsets")
-    if on_host and offsets.device.type != "cpu":
-        raise wrong(name, f"device {offsets.device}", "on the CPU")
+def check_offsets(offsets: Any, name: str = "cu_seqlens") -> None:
+    Arguments({name: offsets}, {}).require(name, "M+1", torch.int32, torch.int64)
+    rule(name, offsets.numel() > 0, "of M + 1 offsets", "an empty tensor")
 
 
 def check_values(offsets: Tensor, most: int = 2**63) -> int:
