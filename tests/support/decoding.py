@@ -180,15 +180,7 @@ STEPS = [
     ),
     Step("read_only", "outputs and nothing else", B=2, T=2, update=False, indices=(3, 1)),
     Step("read_source", "the same from a source", update=False, source=(3, -1, 1), indices=None, state=BF16),
-    Step(
-        "verify",
-        "intermediate states in the sequence's own row",
-        **TWO_DRAFTS,
-        update=False,
-        indices=(3, -1, 1),
-        rows="slots",
-        gap=32,
-    ),
+    Step("verify", "in the sequence's own row", **TWO_DRAFTS, update=False, indices=(3, -1, 1), rows="slots", gap=32),
     Step("verify_long", "too long for its row", **PACKED_VERIFY | {"lengths": (3, 4, 2)}, rows=(2, 0, 1)),
     Step("verify_rows", "in rows of a smaller buffer", **PACKED_VERIFY, rows=(1, 0, -1), state=BF16, v_first=False),
     Step(

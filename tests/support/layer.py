@@ -140,12 +140,7 @@ CONVOLUTION_CASES = [
     ConvolutionCase("pool_flags", "new sequences in old slots, slot 0 reserved", **SIX, **FLAGS),
     ConvolutionCase("step", "a token of each sequence, states of W inputs", B=4, T=1, indices=(2, 0, -1, 4), state=1),
     ConvolutionCase(
-        "marks",
-        "a checkpoint each, with none, past the end, at it",
-        B=4,
-        marks=(3, 0, 41, 40),
-        rows=(2, 1, 0, 4),
-        buffer=6,
+        "marks", "inside, none, past the end, at the end", B=4, marks=(3, 0, 41, 40), rows=(2, 1, 0, 4), buffer=6
     ),
     ConvolutionCase(
         "marks_packed",
@@ -170,13 +165,7 @@ CONVOLUTION_CASES = [
         "every", "regular ones, one more buffer row than there are", B=2, T=130, state=0, every=64, buffer=7
     ),
     ConvolutionCase(
-        "every_packed",
-        "the same of packed sequences, and too few rows",
-        lengths=(64, 0, 129, 1, 65),
-        W=3,
-        state=0,
-        every=64,
-        buffer=6,
+        "every_packed", "packed, and too few rows", lengths=(64, 0, 129, 1, 65), W=3, state=0, every=64, buffer=6
     ),
     ConvolutionCase(
         "every_pool", "the same from a pool", lengths=(65, 1, 128), W=2, indices=(2, -1, 0), state=1, every=64, buffer=9
