@@ -147,8 +147,7 @@ class KimiDeltaAttention(nn.Module):
         check_bound("lower_bound", lower_bound)
         read = gate == "lower_bound"
         rule("lower_bound", read or lower_bound is None, f"None (the gate {gate!r} does not read it)", lower_bound)
-        if num_v_heads % num_heads != 0:
-            raise wrong("num_v_heads", num_v_heads, f"a multiple of num_heads = {num_heads}")
+        rule("num_v_heads", num_v_heads % num_heads == 0, f"a multiple of num_heads = {num_heads}", num_v_heads)
         epsilon("norm_eps", norm_eps)
         flags = {"conv_bias": conv_bias, "allow_neg_eigval": allow_neg_eigval, "output_gate_bias": output_gate_bias}
         for name, value in flags.items():

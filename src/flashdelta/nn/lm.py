@@ -47,8 +47,7 @@ def encode(text: str, name: str = "text") -> Tensor:
         ValueError: a character outside `VOCABULARY`.
     """
     unknown = sorted(set(text) - _TOKENS.keys())
-    if unknown:
-        raise wrong(name, repr("".join(unknown)), "printable ASCII characters and newlines")
+    rule(name, not unknown, "printable ASCII characters and newlines", repr("".join(unknown)))
     return torch.tensor([_TOKENS[character] for character in text], dtype=torch.int64)
 
 
@@ -181,8 +180,8 @@ class KdaLanguageModel(nn.Module):
             for token in (int(tokens.min()), int(tokens.max())):
                 rule("tokens", 0 <= token <= most, f"from 0 to {most}", token)
         for name, given in (("caches", caches), ("pools", pools)):
-            if given is not None and len(given) != len(self.blocks):
-                raise wrong(name, len(given), f"one per layer = {len(self.blocks)}")
+            count = len(self.blocks) if given is None else len(given)
+            rule(name, count == len(self.blocks), f"one per layer = {len(self.blocks)}", count)
         x = self.embedding(tokens)
         after = []
         nothing = [None] * len(self.blocks)
@@ -212,8 +211,7 @@ class KdaLanguageModel(nn.Module):
             ValueError: a negative temperature.
         """
         number_or_none("temperature", temperature)
-        if temperature is None or temperature < 0:
-            raise wrong("temperature", temperature, "at least 0")
+        rule("temperature", temperature is not None and temperature >= 0, "at least 0", temperature)
         while True:
             token = sample(logits, temperature, generator)
             out, caches = self(token[:, None], caches, return_caches=True)
@@ -298,10 +296,13 @@ def load_model(
 
 
 def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelConfig:
-    if _CONFIG_KEY not in metadata:
-        raise wrong("path", f"{str(path)!r} without a model's shape", SAVED)
+    rule("path", _CONFIG_KEY in metadata, SAVED, f"{str(path)!r} without a model's shape")
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
-    if values.keys() != names:
-        raise wrong("path", f"one with the fields {sorted(values)}", f"a model with the fields {sorted(names)}")
+    rule(
+        "path",
+        values.keys() == names,
+        f"a model with the fields {sorted(names)}",
+        f"one with the fields {sorted(values)}",
+    )
     return LanguageModelConfig(**values)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..problem.errors import mistyped, wrong
+from ..problem.errors import mistyped, rule, wrong
 from .attention import KimiDeltaAttention
 
 Form = Literal["fla", "transformers", "checkpoint"]
@@ -66,8 +66,7 @@ def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if by_module:
             found[f"conv_{kind}"] = _convolution(by_module)
     missing = {*SAME, "conv_weight", "o_norm", *(f"{x}.weight" for x in LOW_RANK)} - found.keys()
-    if missing:
-        raise wrong("weights", f"none for {', '.join(sorted(missing))}", "all of a layer's")
+    rule("weights", not missing, "all of a layer's", f"none for {', '.join(sorted(missing))}")
     return found
 
 
@@ -75,8 +74,8 @@ def _convolution(by_module: Mapping[str, Tensor]) -> Tensor:
     """Filters of q, k and v side by side, `[D, W]`, or their bias `[D]`."""
     modules = ("conv1d",) if "conv1d" in by_module else CONVOLUTIONS
     missing = [module for module in modules if module not in by_module]
-    if missing or len(modules) != len(by_module):
-        raise wrong("weights", f"convolutions {sorted(by_module)}", f"of conv1d or {', '.join(CONVOLUTIONS)}")
+    fits = not missing and len(modules) == len(by_module)
+    rule("weights", fits, f"of conv1d or {', '.join(CONVOLUTIONS)}", f"convolutions {sorted(by_module)}")
     x = torch.cat([by_module[module] for module in modules])
     return x.squeeze(1) if x.dim() == 3 else x
 
@@ -91,8 +90,7 @@ def export_weights(layer: KimiDeltaAttention, form: Form) -> dict[str, Tensor]:
     """
     if not isinstance(layer, KimiDeltaAttention):
         raise mistyped("layer", layer, "a KimiDeltaAttention")
-    if form not in FORMS:
-        raise wrong("form", repr(form), f"one of {FORMS}")
+    rule("form", form in FORMS, f"one of {FORMS}", repr(form))
     found: dict[str, Tensor] = {}
     for name, x in layer.state_dict().items():
         module, _, kind = name.rpartition(".")

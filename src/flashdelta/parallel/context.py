@@ -183,8 +183,7 @@ def context_parallel(
     with broadcast_errors(group):
         name, rank, ranks = members(group)
         offsets = _offsets_on_host(cu_seqlens, cu_seqlens_cpu)
-        if exchange not in EXCHANGES:
-            raise wrong("exchange", repr(exchange), f"one of {EXCHANGES}")
+        rule("exchange", exchange in EXCHANGES, f"one of {EXCHANGES}", repr(exchange))
         flag("relay", relay)
         for option, value in (("max_sequences", max_sequences), ("conv_size", conv_size)):
             if value is not None:
@@ -254,8 +253,7 @@ def context_of(cp_context: Any, group: Any, device: torch.device, *arguments: st
     if cp_context is None and group is not None:
         name, rank, ranks = members(group, of_group)
         return _of_rows(group, name, rank, ranks, device)
-    if group is not None:
-        raise wrong("group", "both", "None with cp_context")
+    rule("group", group is None, "None with cp_context", "both")
     if isinstance(cp_context, ContextParallel):
         context = cp_context
     elif all([hasattr(cp_context, name) for name in FOREIGN]):
@@ -314,10 +312,10 @@ def _from_fla(context: Any) -> ContextParallel:
     known = None if tracing else getattr(context, "_flashdelta", None)
     if known is not None and all([a is b for a, b in zip(known[0], said)]):
         return known[1]
-    if layout != "contiguous":
-        raise wrong("cp_context", f"layout {layout!r}", "of layout 'contiguous'")
-    if context.group is None:
-        raise wrong("cp_context", "one whose group is None", "one with a process group, or no cp_context")
+    rule("cp_context", layout == "contiguous", "of layout 'contiguous'", f"layout {layout!r}")
+    rule(
+        "cp_context", context.group is not None, "one with a process group, or no cp_context", "one whose group is None"
+    )
     name, rank, ranks = members(context.group)
     before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
     check_offsets(context.cu_seqlens)
@@ -348,6 +346,5 @@ def _fla_count(context: Any, name: str, most: int) -> int:
     value = getattr(context, name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"cp_context must be one with an int {name}; got {name} {value!r} ({type(value).__name__})")
-    if not 0 <= value <= most:
-        raise wrong("cp_context", f"{name} {value}", f"one with {name} from 0 to {most} on this rank")
+    rule("cp_context", 0 <= value <= most, f"one with {name} from 0 to {most} on this rank", f"{name} {value}")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problem.errors import mistyped, wrong
+from ..problem.errors import mistyped, rule, wrong
 
 
 def named_device(name: torch.device | str) -> torch.device:
@@ -30,6 +30,6 @@ def find_device(name: torch.device | str) -> torch.device:
     """
     device = named_device(name)
     gpus = torch.cuda.device_count()
-    if device.type not in ("cuda", "cpu") or (device.type == "cuda" and (device.index or 0) >= gpus):
-        raise wrong("device", repr(str(name)), f"cpu or one of the {gpus} CUDA devices that torch sees")
+    there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < gpus)
+    rule("device", there, f"cpu or one of the {gpus} CUDA devices that torch sees", repr(str(name)))
     return device

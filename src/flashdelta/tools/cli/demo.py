@@ -18,7 +18,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ...nn.lm import KdaLanguageModel, decode, encode, load_model
-from ...problem.errors import wrong
+from ...problem.errors import rule
 from ..devices import synchronize
 
 DEFAULT_PROMPT = (
@@ -94,8 +94,7 @@ def place(model: KdaLanguageModel) -> dict[str, Any]:
 
 def demo_model(prompt: str | None, backend: str, device: torch.device) -> KdaLanguageModel:
     """The model in the package, to continue `prompt`."""
-    if prompt == "":
-        raise wrong("prompt", "an empty text", "at least one character")
+    rule("prompt", prompt != "", "at least one character", "an empty text")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with resources.as_file(resources.files(__package__) / "assets" / WEIGHTS) as path:
         return load_model(path, device=device, dtype=dtype, chunk_size=32, backend=backend)
