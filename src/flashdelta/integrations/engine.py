@@ -17,7 +17,7 @@ from torch import Tensor
 from ..backends import KERNEL, other_vendor
 from ..problem.switches import is_on
 from ..runtime.call import NoKernel
-from ..runtime.supports import supports
+from ..runtime.explain import supports
 from ..runtime.warmup import warmup
 from . import Status
 from .patches import Patches

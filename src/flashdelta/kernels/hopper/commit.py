@@ -230,7 +230,6 @@ def slices_a_cta(problem: CommitProblem, sms: int) -> int:
 
 def commit(problem: CommitProblem, t: CommitTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """Accepted tokens into states. None where states lie on no 16 bytes."""
-    assert t.state_pool is not None
     if not aligned(t.state_pool, 16):
         return None
     tokens = 8 if problem.most_tokens <= 8 else 16

@@ -28,7 +28,7 @@ from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, own_work_tile
 from ..shared.states import everywhere, placed
-from ..stages.fused_decode import fused_arguments
+from ..stages.decode import fused_arguments
 from ..stages.launch import Config, launch
 from .decode import fetch_to_cache, prefetch
 from .device.compat import barrier, copy_async
@@ -313,7 +313,6 @@ def hopper_config(problem: FusedProblem, sms: int) -> tuple[int, tuple[int, int]
 
 def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """A step of the layer. None where states lie on no 16 bytes."""
-    assert t.state_pool is not None
     if not aligned(t.state_pool, 16):
         return None
     registers, (first, past) = hopper_config(problem, sm_count(t.device))

@@ -32,8 +32,7 @@ from ..shared.records import COUNTS, open_record
 from ..shared.scalars import SCALARS
 from ..shared.sequences import end_of_few, own_work_tile
 from ..shared.states import everywhere, last_accepted, named_slot, placed, start_slot, state_offsets, target_slot
-from ..stages.decode import DECODE_FEW
-from ..stages.fused_decode import fused_arguments
+from ..stages.decode import DECODE_FEW, fused_arguments
 from ..stages.launch import Config, launch
 from .decode import factors, load_tile, record, step, store_tile
 
