@@ -20,8 +20,7 @@ from ..runtime.call import NoKernel
 from ..runtime.explain import supports
 from ..runtime.warmup import warmup
 from . import Status
-from .patches import Patches
-from .seams import Patch, differences, folder_of
+from .seams import Patch, Patches, differences, folder_of
 
 Arguments = dict[str, Any]
 
