@@ -125,15 +125,11 @@ class KdaLanguageModel(nn.Module):
         blocks = (Block(config, chunk_size=chunk_size, backend=backend) for _ in range(config.num_layers))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self._initialise()
-
-    @torch.no_grad()
-    def _initialise(self) -> None:
-        """Keeps the residual stream near unit size at any depth: what is added to it starts small."""
-        nn.init.normal_(self.embedding.weight, std=self.config.hidden_size**-0.5)
+        # the residual stream stays near unit size at any depth: what is added to it starts small
+        nn.init.normal_(self.embedding.weight, std=config.hidden_size**-0.5)
         for block in self.blocks:
             for output in (block.attention.o_proj, block.mlp.down_proj):
-                output.weight.mul_((2 * self.config.num_layers) ** -0.5)
+                output.weight.data.mul_((2 * config.num_layers) ** -0.5)
 
     @property
     def device(self) -> torch.device:
