@@ -194,9 +194,7 @@ STEPS = [
     Step("verify_source", "from a source", **ONE_DRAFT, B=2, update=False, source=(3, 1), indices=None, rows=(2, 0)),
     Step("verify_own", "row n", **ONE_DRAFT, B=2, update=False, indices=None, slots=2, rows="slots"),
     Step("verify_short", "slots past a buffer's end have no row", **PACKED_VERIFY, rows="slots", buffer=3),
-    Step(
-        "verify_strided", "indices amid others", **ONE_DRAFT, update=False, indices=(4, 1, 6), rows=(2, 0, 1), every=3
-    ),
+    Step("verify_strided", "strided indices", **ONE_DRAFT, update=False, indices=(4, 1, 6), rows=(2, 0, 1), every=3),
 ]
 SINGLE_BF16 = [
     replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)

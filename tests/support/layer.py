@@ -161,9 +161,7 @@ CONVOLUTION_CASES = [
         rows=(0, 5, 1, 2, 3, 4),
         buffer=5,
     ),
-    ConvolutionCase(
-        "every", "regular ones, one more buffer row than there are", B=2, T=130, state=0, every=64, buffer=7
-    ),
+    ConvolutionCase("every", "regular ones, and one row more", B=2, T=130, state=0, every=64, buffer=7),
     ConvolutionCase(
         "every_packed", "packed, and too few rows", lengths=(64, 0, 129, 1, 65), W=3, state=0, every=64, buffer=6
     ),

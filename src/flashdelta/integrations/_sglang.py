@@ -100,9 +100,7 @@ def built(original: Original, call: Arguments) -> None:
 
 
 @functools.cache
-def warm(
-    sizes: tuple[int, int], dtype: torch.dtype, state_dtype: torch.dtype, lower_bound: Any, spec: bool, device: Any
-) -> None:
+def warm(sizes: Any, dtype: torch.dtype, state_dtype: torch.dtype, lower_bound: Any, spec: bool, device: Any) -> None:
     options: Arguments = {"gate": "softplus" if lower_bound is None else "lower_bound", "lower_bound": lower_bound}
     options |= {"dtype": dtype, "state_dtype": state_dtype, "state_v_first": True}
     options |= {"head_dims": [(sizes[1], sizes[0])], "device": device}

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..problem.arguments import check_int, check_tensor, number_or_none, positive
+from ..problem.arguments import check_int, check_tensor, find_device, number_or_none, positive
 from ..problem.errors import mistyped, rule, wrong
-from ..runtime.devices import find_device
 from .attention import KdaCache, KdaPool, KimiDeltaAttention
 
 VOCABULARY = "\n" + " " + string.digits + string.ascii_letters + string.punctuation

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..problem import operations
-from ..problem.arguments import check_int, check_int_in, positive
+from ..problem.arguments import check_int, check_int_in, find_device, positive
 from ..problem.errors import by_keyword, named_options, rule
 from ..problem.problem import DECODE_TOKENS, GateName, NullIndex, record_width
 from ..runtime.call import Dispatcher
-from ..runtime.devices import find_device
 
 
 @named_options

@@ -313,9 +313,7 @@ def _from_fla(context: Any) -> ContextParallel:
     if known is not None and all([a is b for a, b in zip(known[0], said)]):
         return known[1]
     rule("cp_context", layout == "contiguous", "of layout 'contiguous'", f"layout {layout!r}")
-    rule(
-        "cp_context", context.group is not None, "one with a process group, or no cp_context", "one whose group is None"
-    )
+    rule("cp_context", context.group is not None, "one with a process group", "one whose group is None")
     name, rank, ranks = members(context.group)
     before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
     check_offsets(context.cu_seqlens)

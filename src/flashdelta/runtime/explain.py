@@ -13,11 +13,10 @@ from torch import Tensor
 from .. import backends
 from ..backends import Verdict
 from ..problem import device_checks
-from ..problem.arguments import is_plain
+from ..problem.arguments import is_plain, named_device
 from ..problem.problem import ChunkProblem, ChunkTensors, Problem
 from ..reference.sequences import chunks_of
 from .call import public_call
-from .devices import named_device
 
 
 class Support(NamedTuple):

@@ -46,9 +46,7 @@ def window_of(window, channel, place_stride, live, W):
     """The `W - 1` inputs of a channel that its window keeps."""
     kept = ()
     for tap in gl.static_range(W - 1):
-        kept = kept + (  # type: ignore[assignment]
-            gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),
-        )
+        kept = kept + (gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),)
     return kept
 
 
@@ -57,9 +55,9 @@ def filter_of(filters, bias, in_bias, tap_stride, W):
     """The `W` taps of a channel, and its bias if there is one."""
     taps = ()
     for tap in gl.static_range(W):
-        taps = taps + (gl.load(filters + tap * tap_stride),)  # type: ignore[assignment]
+        taps = taps + (gl.load(filters + tap * tap_stride),)
     if bias is not None:
-        taps = taps + (gl.load(bias + in_bias),)  # type: ignore[assignment]
+        taps = taps + (gl.load(bias + in_bias),)
     return taps
 
 
@@ -216,9 +214,7 @@ def fused_decode_kernel(
     state_s = ()
     for _ in gl.static_range(TILES):
         # of one memory, copies of tiles would wait for each other
-        state_s = state_s + (  # type: ignore[assignment]
-            gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),
-        )
+        state_s = state_s + (gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),)
     # no load passes a barrier: rows first, then the state, then whether the index is what it was
     barrier()
     copy_tiles(state_s, states, in_tile, guessed, TILES, SIZE)

@@ -201,9 +201,8 @@ def store_last(
     place = tl.arange(0, 4)[None, :]
     position = end - begin - L + place
     present = inside[:, None] & (place < L)
-    own = tl.load(rows[:, None] + (begin + position) * token_stride, mask=present & (position >= 0), other=0.0).to(
-        tl.float32
-    )
+    own = tl.load(rows[:, None] + (begin + position) * token_stride, mask=present & (position >= 0), other=0.0)
+    own = own.to(tl.float32)
     kept = tl.load(
         initial + slot * initial_slot + channel[:, None] * initial_channel + (L + position) * initial_input,
         mask=only_if(present & (position < 0), read != 0),

@@ -63,12 +63,8 @@ def store_tile(states, at, state, stored, STREAM):
 @triton.jit
 def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, key):
     """Token `t` as it lies in memory: rows of q, k, g `[K]`, and beta. Zeros if it is not `there`."""
-    return (
-        load_row(q + t * q_token, key, there),
-        load_row(k + t * k_token, key, there),
-        load_row(g + t * g_token, key, there),
-        tl.load(beta + t * beta_token, mask=there, other=0.0),
-    )
+    rows = (load_row(q + t * q_token, key, there), load_row(k + t * k_token, key, there))
+    return rows + (load_row(g + t * g_token, key, there), tl.load(beta + t * beta_token, mask=there, other=0.0))
 
 
 @triton.jit

@@ -269,12 +269,8 @@ def fused_decode_kernel(
                 row_q, _ = convolved(x_q, from_q, w_q, b_q, t, q_token, conv_place, weight_tap, live, K, W, SINGLE)
                 row_k, _ = convolved(x_k, from_k, w_k, b_k, t, k_token, conv_place, weight_tap, live, K, W, SINGLE)
                 row_v, _ = convolved(x_v, from_v, w_v, b_v, t, v_token, conv_place, weight_tap, live, V, W, SINGLE)
-                rows = (
-                    part(row_q, 0, K),
-                    part(row_k, 0, K),
-                    tl.load(gates + t * g_token),
-                    tl.load(betas + t * beta_token),
-                )
+                rows = (part(row_q, 0, K), part(row_k, 0, K))
+                rows += (tl.load(gates + t * g_token), tl.load(betas + t * beta_token))
                 token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
                 state, out, written = step_tiles(state, row_v, token, V, A_THREAD)
                 if EACH == 1:

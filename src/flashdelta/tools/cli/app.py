@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ... import __version__, backends
-from ...runtime.devices import find_device
+from ...problem.arguments import find_device
 from ..devices import default_device
 from ..files import to_json
 
@@ -65,9 +65,7 @@ def _device(name: Optional[str]) -> str:
 
 
 Backend = Annotated[str, typer.Option(callback=_backend, help="auto, or a backend by name.")]
-Device = Annotated[
-    Optional[str], typer.Option(callback=_device, help="Where to run.", show_default="the GPU if there is one")
-]
+Device = Annotated[Optional[str], typer.Option(callback=_device, help="Where to run.", show_default="the GPU if any")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
@@ -113,13 +111,9 @@ def verify(
 
 @app.command()
 def demo(
-    prompt: Annotated[
-        Optional[str], typer.Option(help="Text to continue, printable ASCII.", show_default="a built-in text")
-    ] = None,
+    prompt: Annotated[Optional[str], typer.Option(help="Printable ASCII to continue.", show_default="built in")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Characters to write.")] = 300,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Of the sampling; 0 always takes the likeliest character.")
-    ] = 0.5,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest character.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     requests: Annotated[
         Optional[int], typer.Option(min=1, help="Instead: so many requests, joining and leaving a running batch.")
@@ -160,7 +154,7 @@ def export(
         Optional[list[str]], typer.Option(help="K,V,C, as in 128,128,64; repeatable.", show_default="all four")
     ] = None,
     gate: Annotated[
-        Optional[list[str]], typer.Option(help="none or logsigmoid; repeatable.", show_default="both")
+        Optional[list[str]], typer.Option(help="none, logsigmoid; repeatable.", show_default="both")
     ] = None,
     precision: Annotated[
         Optional[list[str]], typer.Option(help="tf32x3 or ieee, of prefill_f32; repeatable.", show_default="tf32x3")

@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 @one_thread()
 def run_demo(
     *, prompt: str | None, tokens: int, temperature: float, seed: int, backend: str, device: torch.device
-) -> dict[str, Any]:
+) -> dict:
     """Continues `prompt` by `tokens` characters with the model in the package. Prints nothing.
 
     Args:
