@@ -30,6 +30,22 @@ GATE = "forget_gate."
 
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
+RATES = ("A_log", "dt_bias")
+OURS = (*SAME, *RATES, "o_norm", *(f"{x}.{kind}" for x in LOW_RANK for kind in ("weight", "bias")))
+
+
+def name_in(form: Form, ours: str) -> str:
+    """Another layer's name of a weight that is none of the convolutions'."""
+    module, _, kind = ours.rpartition(".")
+    if ours == "o_norm":
+        return "o_norm.weight"
+    theirs = f"{LOW_RANK[module]}.{kind}" if module in LOW_RANK and form != "fla" else ours
+    decay = ours in RATES or module.startswith("f_proj")
+    return GATE + theirs if decay and form == "transformers" else theirs
+
+
+KNOWN = {name_in(form, ours): ours for form in FORMS for ours in OURS}
+
 
 def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of a `KimiDeltaAttention` from that of another one's, whose form is known by its names.
@@ -47,19 +63,12 @@ def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise mistyped("weights", weights, "a state dict")
     found: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
-    names = {theirs: ours for ours, theirs in LOW_RANK.items()}
     for name, x in weights.items():
-        module, _, kind = name.removeprefix(GATE).rpartition(".")
+        module, _, kind = name.rpartition(".")
         if module in (*CONVOLUTIONS, "conv1d") and kind in parts:
             parts[kind][module] = x
-        elif name == "o_norm.weight":
-            found["o_norm"] = x
-        elif kind in ("A_log", "dt_bias") and module == "":
-            found[kind] = x.reshape(-1)
-        elif name in SAME or (module in LOW_RANK and kind in parts):
-            found[name] = x
-        elif module in names and kind in parts:
-            found[f"{names[module]}.{kind}"] = x
+        elif name in KNOWN:
+            found[KNOWN[name]] = x.reshape(-1) if KNOWN[name] in RATES else x
         else:
             raise wrong("weights", repr(name), "by the names of a Kimi Delta Attention layer")
     for kind, by_module in parts.items():
@@ -93,20 +102,12 @@ def export_weights(layer: KimiDeltaAttention, form: Form) -> dict[str, Tensor]:
     rule("form", form in FORMS, f"one of {FORMS}", repr(form))
     found: dict[str, Tensor] = {}
     for name, x in layer.state_dict().items():
-        module, _, kind = name.rpartition(".")
         if name in ("conv_weight", "conv_bias"):
             kind, x = name.removeprefix("conv_"), x[:, None] if x.dim() == 2 else x
             split = {"conv1d": x}
             if form != "transformers":
                 split = dict(zip(CONVOLUTIONS, x.split(layer.conv_channels)))
             found |= {f"{module}.{kind}": part for module, part in split.items()}
-        elif name == "o_norm":
-            found["o_norm.weight"] = x
-        elif form == "fla" or name in SAME:
-            found[name] = x
         else:
-            x = x.view(1, 1, -1, 1) if name == "A_log" else x
-            theirs = f"{LOW_RANK[module]}.{kind}" if module in LOW_RANK else name
-            decay = name in ("A_log", "dt_bias") or module.startswith("f_proj")
-            found[GATE + theirs if decay and form == "transformers" else theirs] = x
+            found[name_in(form, name)] = x.view(1, 1, -1, 1) if name == "A_log" and form != "fla" else x
     return found
