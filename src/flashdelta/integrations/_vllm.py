@@ -220,21 +220,18 @@ def kimi_decode(call: Arguments) -> Tensor | None:
     return None if found is None else found[0].transpose(0, 1)
 
 
-def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments:
-    """One state per sequence, in a buffer of its own, from which vLLM stores it."""
-    if offsets is None:
-        return {}
-    rows = first_rows(offsets.shape[0], offsets.device)
-    return {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": buffer}
-
-
 @or_original
 def k3_prefill(call: Arguments) -> Tensor | None:
     """Stands in for FlashKDA, whose workspace it does not use."""
     final, offsets = call["final_state"], call.get("checkpoint_offsets")
     if offsets is not None and not isinstance(final, Final):
         return None
-    marks = with_checkpoints(offsets, call.get("checkpoint_state"))
+    marks: Arguments = {}
+    if offsets is not None:
+        # one state per sequence, in a buffer of its own, from which vLLM stores it
+        rows = first_rows(offsets.shape[0], offsets.device)
+        marks = {"checkpoint_offsets": offsets, "checkpoint_indices": rows}
+        marks["checkpoint_states"] = call.get("checkpoint_state")
     o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
     if offsets is not None:
         final.stored = o is not None

@@ -129,14 +129,6 @@ def serve(batch: Batch, requests: Sequence[Request]) -> tuple[list[str], list[in
     return [decode(texts[i].cpu()) for i in range(len(requests))], joined, left, most
 
 
-def make_requests(count: int, tokens: int, seed: int, prompt: str | None) -> list[Request]:
-    """Prompts in turn, lengths from all of `tokens` to a quarter."""
-    return [
-        Request(prompt or PROMPTS[i % len(PROMPTS)], max(1, tokens * (4 - i % 4) // 4), seed + i, i * STEPS_APART)
-        for i in range(count)
-    ]
-
-
 @one_thread()
 def run_batch(
     requests: int, slots: int, tokens: int, temperature: float, seed: int, prompt: str | None, backend: str, device: Any
@@ -159,7 +151,10 @@ def run_batch(
         ValueError: as `run_demo`.
     """
     model = demo_model(prompt, backend, device)
-    asked = make_requests(requests, tokens, seed, prompt)
+    asked = [  # prompts in turn, lengths from all of `tokens` to a quarter
+        Request(prompt or PROMPTS[i % len(PROMPTS)], max(1, tokens * (4 - i % 4) // 4), seed + i, i * STEPS_APART)
+        for i in range(requests)
+    ]
     batch = Batch(model, slots, max(request.tokens for request in asked), temperature)
     for text in {request.prompt for request in asked}:  # compiles what the timed run will use
         serve(batch, [Request(text, min(2, tokens), 0, 0)])
