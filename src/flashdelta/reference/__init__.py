@@ -31,11 +31,15 @@ class Computation:
     def locate(self, *arguments: object) -> None: ...
 
     def execute(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        # float32 means float32: autocast would run matrix products in 16 bits
-        kind = self.t.device.type
-        known = torch.amp.is_autocast_available(kind)
-        with torch.autocast(kind, enabled=False) if known else contextlib.nullcontext():
+        with _full_precision(self.t.device):
             return self.function(self.problem, without_null(self.problem, self.t))
+
+
+def _full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """Float32 means float32: autocast would run matrix products in 16 bits."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def build(problem: Problem, t: Tensors) -> Computation:
