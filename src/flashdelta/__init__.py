@@ -11,8 +11,7 @@ from .ops.fused_decode import fused_kda_decode
 from .ops.norm import gated_rms_norm
 from .ops.prefill_fp32 import kda_prefill
 from .ops.recurrent import fused_recurrent_kda
-from .runtime.explain import Explanation, explain
-from .runtime.supports import Support, supports
+from .runtime.explain import Explanation, Support, explain, supports
 from .runtime.warmup import warmup
 
 if TYPE_CHECKING:

@@ -7,12 +7,11 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from .problem.errors import wrong
 from .problem.problem import (
@@ -26,7 +25,7 @@ from .problem.problem import (
     Tensors,
     WyProblem,
 )
-from .problem.split import planned_parts
+from .problem.split import parts_of_sequences
 
 if TYPE_CHECKING:  # kernels must not be imported before a call needs them
     from .program.plan import Plan
@@ -37,7 +36,7 @@ if TYPE_CHECKING:  # kernels must not be imported before a call needs them
 T = TypeVar("T")
 
 
-class Backend:
+class Backend(Protocol):
     """An implementation of all operations, or of some."""
 
     name: str
@@ -47,7 +46,6 @@ class Backend:
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why this backend can't run the call, or None if it can."""
-        raise NotImplementedError
 
     def _common_obstacle(self, problem: Problem) -> str | None:
         """The obstacle for kernels that know some gates, and merge the states of other ranks in one piece."""
@@ -63,11 +61,9 @@ class Backend:
 
     def build(self, problem: Problem, t: Tensors) -> Executable:
         """The plan of a call that meets no obstacle, or of its backward pass."""
-        raise NotImplementedError
 
-    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
-        """Segments that each sequence is cut into, from its `chunks [N]` (`problem/split.py`)."""
-        raise NotImplementedError
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
+        """Segments that each sequence is cut into, from its `chunks` (`problem/split.py`)."""
 
 
 def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
@@ -98,23 +94,19 @@ def nvidia_capability(index: int | None) -> tuple[int, int] | None:
     return None if other_vendor() is not None else _cached_capability(index)
 
 
-@functools.cache
-def _found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 @assume_constant
 def has_triton() -> bool:
-    return _found("triton")
+    return importlib.util.find_spec("triton") is not None
 
 
-@assume_constant
-def has_gluon() -> bool:
-    """Asked once there is a GPU: the answer imports Triton."""
-    return _found("triton.experimental.gluon.language.nvidia.hopper")
+def gpu_obstacle(device: torch.device, needs: str, fits: Callable[[tuple[int, int]], bool]) -> str | None:
+    """Why kernels can't run on a GPU, if so: on one whose compute capability does not fit, say."""
+    capability = nvidia_capability(device.index)
+    if capability is None:
+        return other_vendor() or "no NVIDIA GPU on this machine"
+    if not fits(capability):
+        return f"compute capability {capability}; {needs}"
+    return None if has_triton() else "Triton is not installed"
 
 
 def layout(problem: StepProblem | CommitProblem) -> str:
@@ -131,25 +123,16 @@ class HopperBackend(Backend):
     """The most of the workspace: TMA coordinates are 32-bit."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        return self._device_obstacle(device) or self._common_obstacle(problem) or self._problem_obstacle(problem)
-
-    def _device_obstacle(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
-        capability = nvidia_capability(device.index)
-        if capability is None:
-            return other_vendor() or "no NVIDIA GPU on this machine"
-        if capability[0] != 9:
-            return f"compute capability {capability}; it runs on Hopper, (9, 0)"
-        if not has_triton():
-            return "Triton is not installed"
-        if not has_gluon():
-            return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
-        return None
+        found = gpu_obstacle(device, "it runs on Hopper, (9, 0)", lambda capability: capability[0] == 9)
+        return found or self._common_obstacle(problem) or self._problem_obstacle(problem)
 
     def _problem_obstacle(self, problem: Problem) -> str | None:
         if isinstance(problem, CommitProblem):
-            return self._commit_obstacle(problem)
+            if not problem.has_records:
+                return "no copies of states; it has the chunk form, steps of decoding, and replay"
+            return self._record_obstacle(problem) or self._width_obstacle(problem)
         if isinstance(problem, StepProblem):
             return (self._fused_obstacle if problem.operation == "fused_decode" else self._step_obstacle)(problem)
         if not isinstance(problem, ChunkProblem):
@@ -192,11 +175,6 @@ class HopperBackend(Backend):
             return f"states in {layout(problem)}; it takes bfloat16, V first"
         return self._head_obstacle(problem)
 
-    def _commit_obstacle(self, problem: CommitProblem) -> str | None:
-        if not problem.has_records:
-            return "no copies of states; it has the chunk form, steps of decoding, and replay"
-        return self._record_obstacle(problem) or self._width_obstacle(problem)
-
     def _fused_obstacle(self, problem: StepProblem) -> str | None:
         """Why it can't run a step of the layer."""
         if problem.T != 1 or problem.packed or problem.stores_each_state or problem.has_records:
@@ -218,13 +196,14 @@ class HopperBackend(Backend):
     def build(self, problem: Problem, t: Tensors) -> Executable:
         return build_hopper(problem, t)
 
-    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
         from .kernels.hopper.build import in_one_launch, in_steps
         from .kernels.hopper.segments import SPLIT_COSTS, room
 
         most = room(problem, device)
         whole = in_steps(problem, most) or in_one_launch(problem, device)
-        return planned_parts(problem, chunks, 0 if whole else most, SPLIT_COSTS)
+        options = problem.split, problem.batch_invariant
+        return parts_of_sequences(chunks, 0 if whole else most, SPLIT_COSTS, *options)
 
 
 def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Executable:
@@ -248,18 +227,16 @@ class TritonBackend(Backend):
     """The most of a norm: they are divided in 32 bits."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        if not has_triton():
-            return "Triton is not installed"
-        if device.type == "cpu" and not interpreting():
-            return "tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly, for testing)"
         if device.type not in ("cpu", "cuda"):
             return f"device type {device.type!r}; it runs on NVIDIA GPUs"
         if device.type == "cuda":
-            capability = nvidia_capability(device.index)
-            if capability is None:
-                return other_vendor() or "no NVIDIA GPU on this machine"
-            if capability < self.MIN_CAPABILITY:
-                return f"compute capability {capability}; it needs {self.MIN_CAPABILITY} or newer"
+            least = self.MIN_CAPABILITY
+            if found := gpu_obstacle(device, f"it needs {least} or newer", lambda capability: capability >= least):
+                return found
+        elif not has_triton():
+            return "Triton is not installed"
+        elif not interpreting():
+            return "tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly, for testing)"
         if obstacle := self._common_obstacle(problem):
             return obstacle
         if problem.dtype == torch.float64:
@@ -278,12 +255,12 @@ class TritonBackend(Backend):
 
         return build(problem, t)
 
-    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
         from .kernels.triton.segments import SPLIT_COSTS, room
         from .program.launch import capability, sm_count
 
         most = room(problem, capability(device), sm_count(device))
-        return planned_parts(problem, chunks, most, SPLIT_COSTS)
+        return parts_of_sequences(chunks, most, SPLIT_COSTS, problem.split, problem.batch_invariant)
 
 
 def interpreting() -> bool:
@@ -302,8 +279,8 @@ class ReferenceBackend(Backend):
 
         return build(problem, t)
 
-    def parts(self, problem: ChunkProblem, chunks: Tensor, device: torch.device) -> Tensor:
-        return torch.ones_like(chunks)
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
+        return [1] * len(chunks)
 
 
 BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())

@@ -190,13 +190,7 @@ def physical(layout: Any, shape: tuple[int, ...], size: int) -> np.ndarray:
 
 @functools.cache
 def seen_as(
-    layout: Any,
-    shape: tuple[int, ...],
-    size: int,
-    begin: int,
-    other: Any,
-    other_shape: tuple[int, ...],
-    other_size: int,
+    layout: Any, shape: tuple, size: int, begin: int, other: Any, other_shape: tuple, other_size: int
 ) -> np.ndarray | None:
     """For each element of another tensor, from byte `begin` of the same memory on, its place among all of its size in the order
     of this one; None where that is its own order."""

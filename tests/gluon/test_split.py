@@ -63,8 +63,8 @@ def test_plan_is_the_planners(room: int, split: int, invariant: bool):
     )
     cu_seqlens = offsets((chunks * 64 - (chunks > 0) * 5).tolist()).int()
     first_segment = _plan(cu_seqlens, int(cu_seqlens[-1]), room, split, invariant)
-    parts = parts_of_sequences(chunks, room, COSTS, split, invariant)
-    assert first_segment.diff().tolist() == parts.tolist() and first_segment[0] == 0
+    parts = parts_of_sequences(chunks.tolist(), room, COSTS, split, invariant)
+    assert first_segment.diff().tolist() == parts and first_segment[0] == 0
 
 
 @pytest.mark.parametrize(("split", "invariant"), [(AUTO, False), (AUTO, True), (64, False)])

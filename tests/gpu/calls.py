@@ -265,10 +265,7 @@ def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
 
 
 def hold_replay(
-    run: Callable[[], torch.Tensor],
-    written: list[torch.Tensor],
-    change: Callable[[], None],
-    covered: slice = slice(None),
+    run: Callable[[], torch.Tensor], written: list, change: Callable[[], None], covered: slice = slice(None)
 ) -> None:
     """A graph has the bits of a plain call, in what is returned and `written`, when its tensors have changed in place.
     `covered`: what counts of the second dimension of what is returned."""

@@ -27,15 +27,7 @@ from ..support.decoding_checks import (
     replay_buffer,
 )
 from ..support.oracle import same_bits
-from .calls import (
-    CALLS_TO_A_REPLAY,
-    case_and_dtype,
-    check_late,
-    hold_replay,
-    in_turn,
-    overlapping,
-    whole_heads,
-)
+from .calls import CALLS_TO_A_REPLAY, case_and_dtype, check_late, hold_replay, in_turn, overlapping, whole_heads
 
 pytestmark = pytest.mark.gpu
 

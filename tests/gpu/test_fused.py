@@ -21,9 +21,7 @@ pytestmark = pytest.mark.gpu
 
 K128 = {"K": 128, "V": 128, "slots": 40}
 MODEL = FusedStep("heads_12", "a model's heads", H=12, HV=12, B=3, bias=True, **K128)
-GVA8 = FusedStep(
-    "gva8_model", "eight value heads share windows", H=4, HV=32, B=16, indices=tuple(range(39, 7, -2)), **K128
-)
+GVA8 = FusedStep("gva8_model", "eight heads share windows", H=4, HV=32, B=16, indices=tuple(range(39, 7, -2)), **K128)
 MANY = FusedStep("many", "more states than stay in the L2 cache", H=8, HV=8, B=40, indices=(*range(40),), **K128)
 DRAFTS = tuple(tuple(range(4 * n, 4 * n + 4)) for n in range(8))
 FUSED = [

@@ -33,9 +33,7 @@ CONVOLUTIONS = [
     replace(MODEL, name="model_pool", indices=(4, 0, 2, -1, 5), order="token"),
 ]
 BY_NAME = CONVOLUTION_BY_NAME | {case.name: case for case in CONVOLUTIONS}
-WIDE = ConvolutionCase(
-    "wide", "all tokens in one tile, not as many for each group", T=301, D=12288, bias=True, final=False
-)
+WIDE = ConvolutionCase("wide", "all tokens in one tile, uneven groups", T=301, D=12288, bias=True, final=False)
 IN_GRADIENTS = [
     *(case for case in CONVOLUTIONS if case.indices is None and not case.buffer),
     WIDE,

@@ -48,9 +48,7 @@ CASES = [
     replace(KIMI, name="rows", why="rows of a batch", H=24, HV=24, B=4, T=1000, state=FP32, v_first=True),
     replace(KIMI, name="grouped", why="value heads that share a key head", H=20, HV=80, T=1500, state=BF16),
     replace(UNBOUNDED, name="unbounded", why="the other gate", H=40, HV=40, lengths=(*UNEVEN, 0, 1), unused=7),
-    replace(
-        KIMI, name="one_long", why="longer than an equal range", H=8, HV=8, lengths=(8000, *(530,) * 40), state=FP32
-    ),
+    replace(KIMI, name="one_long", why="longer than a range", H=8, HV=8, lengths=(8000, *(530,) * 40), state=FP32),
     replace(KIMI, name="few", why="fewer tiles than SMs", H=4, HV=4, lengths=(3000, 200, 2000), state=FP32),
     replace(KIMI, name="many", why="400 sequences", H=6, HV=6, lengths=lengths_between(3, 400, 900), state=FP32),
     replace(KIMI, name="h_rows", why="the same for rows", H=80, HV=80, B=1, T=1900, h=True, state=BF16, v_first=True),

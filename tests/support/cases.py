@@ -168,13 +168,7 @@ SHORT_CASES = [
     Case("short 128", "two whole chunks", T=128, **WIDE | {"v_first": True, "state": BF16}),
     Case("short, packed", "lengths beside chunks, and none", lengths=(65, 0, 1, 64, 130), **WIDE | {"HV": 3}),
     Case("short, no states", "but a final one", lengths=(33, 0, 128), unused=5, **WIDE | {"state": None}),
-    Case(
-        "short, log decays",
-        "no parameters",
-        lengths=(17, 70),
-        **WIDE | {"gate": "none", "lower_bound": None},
-        safe=True,
-    ),
+    Case("short, log decays", "no gate", lengths=(17, 70), **WIDE | {"gate": "none", "lower_bound": None}, safe=True),
     Case("short, pinned", "gates at their bound", lengths=(40, 90), hard="pinned", **WIDE),
     Case("short, same keys", "repeated keys", lengths=(64, 100), hard="same_keys", ill_conditioned=True, **WIDE),
 ]

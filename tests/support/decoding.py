@@ -70,6 +70,10 @@ def rows_of(N: int, tokens: int) -> tuple[tuple[int, ...], ...]:
 
 
 ONE_DRAFT, TWO_DRAFTS, THREE_DRAFTS, SIXTEEN_DRAFTS = ({"T": 1 + S, "spec": S} for S in (1, 2, 3, 16))
+SPEC = TWO_DRAFTS | {"indices": rows_of(3, 3), "slots": 9}
+PADDED_DRAFTS = {"lengths": (3, 1, 0, 2, 0), "spec": 2, "indices": (*rows_of(4, 3), (-1,) * 3), "slots": 12}
+PADDED_DRAFTS |= {"accepted": (2, 3, 1, 1, 1)}
+BAD_COUNTS = ONE_DRAFT | {"B": 6, "indices": rows_of(6, 2), "accepted": (0, 3, -(2**31), 2**31 - 1, 2, 1), "slots": 12}
 PACKED_VERIFY = {"lengths": (3, 0, 2), "spec": 2, "update": False, "indices": (3, 2, 1)}
 
 STEPS = [
@@ -120,14 +124,7 @@ STEPS = [
     Step("K256", "the widest", K=256, V=256, B=1, HV=1, indices=(1,)),
     Step("K1", "the narrowest", K=1, V=2, HV=3),
     Step("K16", "narrow", K=16, V=4, v_first=False, state=BF16),
-    Step(
-        "spec",
-        "a state for each token; start after 1, 2, 3 accepted",
-        **TWO_DRAFTS,
-        indices=rows_of(3, 3),
-        accepted=(1, 2, 3),
-        slots=9,
-    ),
+    Step("spec", "a state for each token; start after 1, 2, 3 accepted", **SPEC, accepted=(1, 2, 3)),
     Step(
         "spec_bf16",
         "rounded on the way out, not from token to token",
@@ -159,24 +156,8 @@ STEPS = [
         state=BF16,
     ),
     Step("spec_first", "without counts the start is the first slot", **ONE_DRAFT, B=2, indices=((0, 1), (3, 2))),
-    Step(
-        "spec_packed",
-        "fewer drafts for some, none for one, padding",
-        lengths=(3, 1, 0, 2, 0),
-        spec=2,
-        indices=(*rows_of(4, 3), (-1,) * 3),
-        accepted=(2, 3, 1, 1, 1),
-        slots=12,
-    ),
-    Step(
-        "spec_bad_counts",
-        "counts of 0, 1 + S + 1 and wild ones make null sequences",
-        **ONE_DRAFT,
-        B=6,
-        indices=rows_of(6, 2),
-        accepted=(0, 3, -(2**31), 2**31 - 1, 2, 1),
-        slots=12,
-    ),
+    Step("spec_packed", "fewer drafts for some, none for one, padding", **PADDED_DRAFTS),
+    Step("spec_bad_counts", "counts of 0, 1 + S + 1 and wild ones make null sequences", **BAD_COUNTS),
     Step(
         "spec_null",
         "null slots inside rows: a start, a target",
@@ -199,15 +180,7 @@ STEPS = [
     ),
     Step("read_only", "outputs and nothing else", B=2, T=2, update=False, indices=(3, 1)),
     Step("read_source", "the same from a source", update=False, source=(3, -1, 1), indices=None, state=BF16),
-    Step(
-        "verify",
-        "intermediate states in the sequence's own row",
-        **TWO_DRAFTS,
-        update=False,
-        indices=(3, -1, 1),
-        rows="slots",
-        gap=32,
-    ),
+    Step("verify", "in the sequence's own row", **TWO_DRAFTS, update=False, indices=(3, -1, 1), rows="slots", gap=32),
     Step("verify_long", "too long for its row", **PACKED_VERIFY | {"lengths": (3, 4, 2)}, rows=(2, 0, 1)),
     Step("verify_rows", "in rows of a smaller buffer", **PACKED_VERIFY, rows=(1, 0, -1), state=BF16, v_first=False),
     Step(
@@ -221,9 +194,7 @@ STEPS = [
     Step("verify_source", "from a source", **ONE_DRAFT, B=2, update=False, source=(3, 1), indices=None, rows=(2, 0)),
     Step("verify_own", "row n", **ONE_DRAFT, B=2, update=False, indices=None, slots=2, rows="slots"),
     Step("verify_short", "slots past a buffer's end have no row", **PACKED_VERIFY, rows="slots", buffer=3),
-    Step(
-        "verify_strided", "indices amid others", **ONE_DRAFT, update=False, indices=(4, 1, 6), rows=(2, 0, 1), every=3
-    ),
+    Step("verify_strided", "strided indices", **ONE_DRAFT, update=False, indices=(4, 1, 6), rows=(2, 0, 1), every=3),
 ]
 SINGLE_BF16 = [
     replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)

@@ -9,7 +9,7 @@ import torch
 
 from flashdelta.problem.problem import record_width
 
-from .decoding import BF16, FP32, Step, amid, make_step, rows_of
+from .decoding import BAD_COUNTS, BF16, FP32, PADDED_DRAFTS, SPEC, TWO_DRAFTS, Step, amid, make_step, rows_of
 from .inputs import Source
 from .layer import in_memory
 
@@ -53,7 +53,6 @@ class FusedStep(Step):
         return Step(**given | {"accepted": accepted, "update": self.rows is None})
 
 
-SPEC = {"T": 3, "spec": 2, "indices": rows_of(3, 3), "slots": 9}
 REPLAY = {"T": 4, "spec": 3, "indices": (3, 1, 6), "rows": "slots"}
 
 FUSED_STEPS = [
@@ -95,37 +94,17 @@ FUSED_STEPS = [
     FusedStep("spec", "a state for each token; start after 1, 2, 3 accepted", **SPEC, accepted=(1, 2, 3)),
     FusedStep("spec_two", "the same with two taps", **SPEC, accepted=(3, 2, 1), W=2, order="channel", HV=2),
     FusedStep("spec_first", "without counts", **SPEC, room=1, state=BF16, v_first=False),
-    FusedStep(
-        "spec_packed",
-        "fewer drafts for some, none for one, padding",
-        lengths=(3, 1, 0, 2, 0),
-        spec=2,
-        indices=(*rows_of(4, 3), (-1,) * 3),
-        accepted=(2, 3, 1, 1, 1),
-        slots=12,
-        H=1,
-        HV=2,
-    ),
+    FusedStep("spec_packed", "fewer drafts for some, none for one, padding", **PADDED_DRAFTS, HV=2),
     FusedStep(
         "spec_null",
         "null slots inside rows: a start, a target, and the window's",
-        T=3,
-        spec=2,
+        **TWO_DRAFTS,
         B=4,
         indices=((1, 0, 2), (3, 0, 0), (4, 5, -1), (0, 6, 7)),
         accepted=(2, 1, 2, 2),
         null_index="non_positive",
     ),
-    FusedStep(
-        "spec_bad_counts",
-        "counts of 0, 1 + S + 1 and wild ones make null sequences",
-        T=2,
-        spec=1,
-        B=5,
-        indices=rows_of(5, 2),
-        accepted=(0, 3, -(2**31), 2**31 - 1, 2),
-        slots=10,
-    ),
+    FusedStep("spec_bad_counts", "counts of 0, 1 + S + 1 and wild ones make null sequences", **BAD_COUNTS),
     FusedStep(
         "spec_16", "as many drafts as there may be", T=17, spec=16, B=1, indices=rows_of(1, 17), slots=17, accepted=(9,)
     ),

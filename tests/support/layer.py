@@ -119,7 +119,8 @@ class ConvolutionCase:
 
 
 LENGTHS = (7, 0, 1, 35, 16, 2)
-SIX = {"indices": (3, 1, -1, 0, 9, 5), "state": 0}
+SIX = {"lengths": LENGTHS, "indices": (3, 1, -1, 0, 9, 5), "state": 0}
+FLAGS = {"flags": (True, True, True, True, True, False), "null_index": "non_positive"}
 
 CONVOLUTION_CASES = [
     ConvolutionCase("plain", "sequences side by side", B=2),
@@ -134,24 +135,12 @@ CONVOLUTION_CASES = [
     ConvolutionCase("packed_fla", "the same with states of W inputs", lengths=LENGTHS, state=1, W=3, bias=True),
     ConvolutionCase("packed_new", "the same without states", lengths=LENGTHS, W=2),
     ConvolutionCase("tiles", "sequences of several tiles", lengths=(70, 129, 64), state=0, bias=True),
-    ConvolutionCase("pool", "states in a pool, with null indices", lengths=LENGTHS, **SIX),
-    ConvolutionCase("pool_by_token", "channels innermost", lengths=LENGTHS, order="token", bias=True, **SIX),
-    ConvolutionCase(
-        "pool_flags",
-        "new sequences in old slots, slot 0 reserved",
-        lengths=LENGTHS,
-        flags=(True, True, True, True, True, False),
-        null_index="non_positive",
-        **SIX,
-    ),
+    ConvolutionCase("pool", "states in a pool, with null indices", **SIX),
+    ConvolutionCase("pool_by_token", "channels innermost", **SIX, order="token", bias=True),
+    ConvolutionCase("pool_flags", "new sequences in old slots, slot 0 reserved", **SIX, **FLAGS),
     ConvolutionCase("step", "a token of each sequence, states of W inputs", B=4, T=1, indices=(2, 0, -1, 4), state=1),
     ConvolutionCase(
-        "marks",
-        "a checkpoint each, with none, past the end, at it",
-        B=4,
-        marks=(3, 0, 41, 40),
-        rows=(2, 1, 0, 4),
-        buffer=6,
+        "marks", "inside, none, past the end, at the end", B=4, marks=(3, 0, 41, 40), rows=(2, 1, 0, 4), buffer=6
     ),
     ConvolutionCase(
         "marks_packed",
@@ -166,25 +155,15 @@ CONVOLUTION_CASES = [
     ConvolutionCase(
         "marks_pool",
         "from a pool that the same call stores to; row 0 is a row though slot 0 is none",
-        lengths=LENGTHS,
-        flags=(True, True, True, True, True, False),
-        null_index="non_positive",
+        **SIX,
+        **FLAGS,
         marks=(1, 0, 1, 2, 3, 1),
         rows=(0, 5, 1, 2, 3, 4),
         buffer=5,
-        **SIX,
     ),
+    ConvolutionCase("every", "regular ones, and one row more", B=2, T=130, state=0, every=64, buffer=7),
     ConvolutionCase(
-        "every", "regular ones, one more buffer row than there are", B=2, T=130, state=0, every=64, buffer=7
-    ),
-    ConvolutionCase(
-        "every_packed",
-        "the same of packed sequences, and too few rows",
-        lengths=(64, 0, 129, 1, 65),
-        W=3,
-        state=0,
-        every=64,
-        buffer=6,
+        "every_packed", "packed, and too few rows", lengths=(64, 0, 129, 1, 65), W=3, state=0, every=64, buffer=6
     ),
     ConvolutionCase(
         "every_pool", "the same from a pool", lengths=(65, 1, 128), W=2, indices=(2, -1, 0), state=1, every=64, buffer=9

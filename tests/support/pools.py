@@ -71,14 +71,7 @@ PLAIN_POOLS = [
     pooled("one", "one sequence of fixed length", _case(T=70), (4,)),
     pooled("batch", "rows of a batch, slots in any order", _case(B=3, T=35), (5, 0, 2)),
     pooled("packed", "packed; the empty sequence's slot stays", FOUR, (3, 1, 0, 5)),
-    pooled(
-        "v_first_int32",
-        "as engines keep it",
-        replace(FOUR, v_first=True, HV=1),
-        (3, 1, 0, 5),
-        gap=64,
-        index_dtype=INT32,
-    ),
+    pooled("v_first_int32", "as served", replace(FOUR, v_first=True, HV=1), (3, 1, 0, 5), gap=64, index_dtype=INT32),
     pooled("odd_gap", "slots that no vector load aligns to", FOUR, (3, 1, 0, 5), gap=9),
     pooled("bf16", "read, updated in fp32, rounded once", _case(lengths=(17, 0, 70), state=BF16), (3, 1, 0), gap=32),
     pooled("bf16_v_first", "the same, values first", _case(lengths=(17, 40), state=BF16, v_first=True), (1, 4)),
@@ -93,9 +86,7 @@ PLAIN_POOLS = [
         (3, 1, 0, 5),
         flags=(False, False, True, True),
     ),
-    pooled(
-        "flags_batch", "the same in a batch, with a null row", _case(B=3, T=20), (3, 2, -1), flags=(True, False, True)
-    ),
+    pooled("flags_batch", "in a batch, with a null row", _case(B=3, T=20), (3, 2, -1), flags=(True, False, True)),
     pooled("gva", "grouped heads", _case(lengths=(20, 45), H=2, HV=4), (4, 1), gap=16),
     pooled("no_slots", "an empty pool: every index is null", FOUR, (0, 1, 2, 3), slots=0),
     pooled("one_slot", "slots never touch", _case(T=5), (0,), slots=1),
@@ -132,9 +123,7 @@ CHECKPOINT_POOLS = [
         slots=9,
         **at((tuple(range(16, 129, 16)),), (tuple(range(1, 9)),)),
     ),
-    pooled(
-        "chunk_ends", "change nothing", LONG, (0, -1, 2), **at(((64, 128), (0, 0), (64, 0)), ((3, 4), (0, 0), (5, 0)))
-    ),
+    pooled("chunk_ends", "no change", LONG, (0, -1, 2), **at(((64, 128), (0, 0), (64, 0)), ((3, 4), (0, 0), (5, 0)))),
     pooled(
         "at_the_end",
         "the final state goes to both slots",
@@ -144,9 +133,7 @@ CHECKPOINT_POOLS = [
         **at((64, 80, 96), (3, 4, 5)),
     ),
     pooled("cut_batch", "rows of a batch with cuts of their own", ROWS, (0, -1, 2), **IN_BATCH),
-    pooled(
-        "chunk32", "the other chunk size", _case(lengths=(70, 50), HV=1, chunk_size=32), (0, 1), **at((48, 32), (2, 3))
-    ),
+    pooled("chunk32", "chunks of 32", _case(lengths=(70, 50), HV=1, chunk_size=32), (0, 1), **at((48, 32), (2, 3))),
     pooled("cut_bf16", "rounded, but not what goes on", _case(T=70, HV=1, state=BF16), (0,), **at((48,), (1,))),
     pooled("null_slots", "of no slot: cut, not stored", LONG, (1, 2, 3), null_index="non_positive", **NULL_ROWS),
     pooled("bad_offsets", "nothing outside is touched", LAST, (0, 1, 2, 3), slots=9, **BAD_OFFSETS),
@@ -206,9 +193,7 @@ BUFFERS = [
 INSIDE = at(((16, 64, 128), (16, 0, 0), (0, 48, 96)), ((0, 1, 2), (3, 3, 3), (4, 4, 5)))
 SPLITS = [
     buffered("split_every", "by the segments that have the chunks", LONG, every=64, split=2, final=FP32),
-    buffered(
-        "split_batch", "rows of a batch", _case(B=2, T=200, HV=1, h=True), every=128, split=3, states=BF16, final=BF16
-    ),
+    buffered("split_batch", "rows", _case(B=2, T=200, HV=1, h=True), every=128, split=3, states=BF16, final=BF16),
     buffered("split_offsets", "inside segments and between", replace(LONG, h=True), split=2, final=FP32, **INSIDE),
 ]
 

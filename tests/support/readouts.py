@@ -29,11 +29,7 @@ def readout_call(op: Callable, dtype: torch.dtype, device: torch.device | str, s
 
 
 def check_readout(
-    op: Callable,
-    dtype: torch.dtype,
-    backend: str,
-    device: torch.device | str = "cpu",
-    state: torch.dtype = torch.float32,
+    op: Callable, dtype: torch.dtype, backend: str, device: Any = "cpu", state: torch.dtype = torch.float32
 ) -> None:
     """In float32 the output is right, and so is what the norm makes of it, in the dtype of its gate."""
 

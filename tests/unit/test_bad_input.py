@@ -108,7 +108,7 @@ def test_triton_backend_says_why_not(interpreted: str, changes: dict, why: str, 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_without_triton_it_is_what_lacks(backend: str, monkeypatch: pytest.MonkeyPatch):
     """And not TRITON_INTERPRET=1, which needs it."""
-    monkeypatch.setattr("flashdelta.backends._found", lambda module: False)
+    monkeypatch.setattr("flashdelta.backends.has_triton", lambda: False)
     monkeypatch.setattr("flashdelta.backends._cached_capability", lambda index: (9, 0))
     explained = fd.explain(fd.chunk_kda, **good_call(fd.chunk_kda, "plain"), device="cuda")
     assert {v.backend: v.reason for v in explained.verdicts}[backend] == "Triton is not installed"

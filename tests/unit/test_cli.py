@@ -100,6 +100,8 @@ KNOWN = f"must be one of {', '.join(['auto', *(backend.name for backend in backe
 REFUSED = {
     "demo --device cpu --prompt=": "prompt must ...; got an empty text",
     "demo --device cpu --prompt=é": "prompt must be printable ASCII characters and newlines...; got 'é'",
+    "demo --device cpu --requests=2 --prompt=": "prompt must ...; got an empty text",
+    **{f"demo --device cpu --{x}=-1": f"Invalid value for '--{x}'" for x in ("tokens", "temperature", "slots")},
     **{f"{command} --backend cuda": KNOWN for command in ("verify", "demo")},
     **{f"doctor --device {name}": f"device must ...; got '{name}'" for name in ("gpu", "meta", "cuda:99")},
     "export --out out --arch=sm_75": "arch must be one of sm_80, sm_86...; got 'sm_75'",

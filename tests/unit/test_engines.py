@@ -21,8 +21,7 @@ from flashdelta import backends, chunk_kda, fused_kda_decode, warmup
 from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations import engine as engine_module
 from flashdelta.integrations.engine import Engine, first_rows
-from flashdelta.integrations.patches import Patches
-from flashdelta.integrations.seams import Patch, Replacement
+from flashdelta.integrations.seams import Patch, Patches, Replacement
 
 from ..support.cases import BF16, FP32
 from ..support.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang

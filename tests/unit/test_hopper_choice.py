@@ -123,8 +123,8 @@ def test_declines_what_is_not_there(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         has_capability(patch, None)
         assert_declines(meta_call(KIMI), "no NVIDIA GPU on this machine")
-    monkeypatch.setattr(backends, "has_gluon", lambda: False)
-    assert_declines(meta_call(KIMI), "no Gluon for Hopper; it needs Triton 3.6 or newer")
+    monkeypatch.setattr(backends, "has_triton", lambda: False)
+    assert_declines(meta_call(KIMI), "Triton is not installed")
 
 
 DECLINED = [

@@ -36,7 +36,7 @@ warnings.filterwarnings("ignore", message="Triton is not supported")
 import flashdelta as fd  # noqa: E402
 from flashdelta import integrations  # noqa: E402
 from flashdelta.integrations import _fla, packing  # noqa: E402
-from flashdelta.integrations.patches import Patches  # noqa: E402
+from flashdelta.integrations.seams import Patches  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 H, K, T = 2, 32, 20

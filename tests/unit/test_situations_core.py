@@ -239,7 +239,7 @@ def test_the_demo_uses_one_thread_and_gives_the_others_back(monkeypatch: pytest.
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            demo.run_demo()
+            demo.run_demo(prompt="a", tokens=1, temperature=0.0, seed=0, backend="auto", device=torch.device("cpu"))
         assert (seen, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)

@@ -19,10 +19,6 @@ FP64 = torch.float64
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _parts(chunks: list[int], room: int, **options: object) -> list[int]:
-    return parts_of_sequences(torch.tensor(chunks), room, COSTS, **options).tolist()
-
-
 @settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 4000), min_size=1, max_size=8),
@@ -31,11 +27,11 @@ def _parts(chunks: list[int], room: int, **options: object) -> list[int]:
     st.booleans(),
 )
 def test_plans_keep_their_bounds(chunks: list[int], room: int, mode: int, invariant: bool):
-    parts = _parts(chunks, room, split=mode, batch_invariant=invariant)
+    parts = parts_of_sequences(chunks, room, COSTS, mode, invariant)
     assert all(1 <= p <= max(c, 1) for p, c in zip(parts, chunks))
     assert sum(parts) <= most_segments(len(chunks), sum(chunks), room, mode, invariant)
     if invariant:
-        assert parts == [_parts([c], room, split=mode)[0] for c in chunks]
+        assert parts == [parts_of_sequences([c], room, COSTS, mode)[0] for c in chunks]
     if mode == AUTO and not invariant:
         assert sum(parts) - len(parts) <= room
 

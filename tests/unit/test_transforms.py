@@ -89,5 +89,5 @@ def test_autocast_and_negative_views_change_nothing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(attended(GIVEN["v"]), want)
         assert torch.equal(torch.autograd.grad(attended(leaf), leaf, do)[0], wanted)
-    with pytest.raises(ValueError, match=r"^out must be a tensor without the negative bit"):
+    with pytest.raises(ValueError, match=r"^out must be a tensor with memory of its own; got a view with the negative"):
         attended(GIVEN["v"], out=torch._neg_view(torch.zeros_like(want)))

@@ -149,7 +149,7 @@ def chunk_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | No
     return None
 
 
-def recurrent_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+def inplace_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     # FLA's default is to write into initial_state
     return "inplace_final_state: True" if given.get("inplace_final_state", True) else None
 
@@ -175,9 +175,7 @@ CHUNK = Adapter(
     ignored=words("use_graph max_num_seqs"),
     refusal=chunk_refusal,
 )
-RECURRENT = Adapter(
-    fused_recurrent_kda, words(f"{COMMON} out"), ignored=words("inplace_final_state"), refusal=recurrent_refusal
-)
+RECURRENT = Adapter(fused_recurrent_kda, words(f"{COMMON} out"), words("inplace_final_state"), refusal=inplace_refusal)
 WY = Adapter(
     kernels.chunk_bwd_wy_dqkg,
     words("q k v v_new g beta A h do dh dv scale state_v_first cu_seqlens chunk_size"),
@@ -257,12 +255,8 @@ def is_on() -> bool:
     return FLA.enabled and FLA.forbidden() is None
 
 
-FUNCTIONS = (
-    ("chunk", "chunk_kda"),
-    ("fused_recurrent", "fused_recurrent_kda_fwd"),
-    ("chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
-)
-"""Files of `fla.ops.kda`, and functions in them."""
+FILES = {"chunk_kda": "chunk", "fused_recurrent_kda_fwd": "fused_recurrent", "chunk_kda_bwd_wy_dqkg_fused": "chunk_bwd"}
+"""Functions of `fla.ops.kda`, and the files that they are in."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -293,7 +287,7 @@ class Fla(Integration):
         return self.differs
 
     def register(self) -> str | None:
-        functions = {name: getattr(import_module(f"fla.ops.kda.{where}"), name) for where, name in FUNCTIONS}
+        functions = {name: getattr(import_module(f"fla.ops.kda.{where}"), name) for name, where in FILES.items()}
         found = [difference for name, f in functions.items() if (difference := ADAPTERS[name].read(f))]
         registry = import_module(import_module("fla.ops.kda.chunk").dispatch.__module__)
         found += unlike(registry.BaseBackend)

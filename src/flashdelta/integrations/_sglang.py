@@ -74,18 +74,14 @@ def extend(original: Original, call: Arguments) -> Any:
     ours |= {"state_pool": call["ssm_states"], "state_indices": call["cache_indices"][:sequences]}
     ours |= {"use_beta_sigmoid_in_kernel": bool(call["beta_is_raw"]), **LAYOUT, **gate(call)}
     if snapshot is not None:
-        ours |= tracked(snapshot, call["track_chunk_idx"], sequences)
+        # one state per sequence, before the chunk of that number; -1 means none, and SGLang tracks none before the first
+        chunks = call["track_chunk_idx"]
+        ours |= {"checkpoint_offsets": chunks[:sequences].clamp(min=0) * TRACKED, "checkpoint_states": snapshot}
+        ours["checkpoint_indices"] = first_rows(sequences, chunks.device)
     found = take(chunk_kda, ours)
     if found is None:
         return original(**call)
     return (found[0], None) if asked else found[0]
-
-
-def tracked(snapshot: Tensor, chunks: Tensor, sequences: int) -> Arguments:
-    """One state per sequence, before the chunk of that number; -1 means none, and SGLang tracks none before the first."""
-    offsets = chunks[:sequences].clamp(min=0) * TRACKED
-    rows = first_rows(sequences, chunks.device)
-    return {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": snapshot}
 
 
 # ---- kernels of a model ----------------------------------------------------------------------------------------------
@@ -104,9 +100,7 @@ def built(original: Original, call: Arguments) -> None:
 
 
 @functools.cache
-def warm(
-    sizes: tuple[int, int], dtype: torch.dtype, state_dtype: torch.dtype, lower_bound: Any, spec: bool, device: Any
-) -> None:
+def warm(sizes: Any, dtype: torch.dtype, state_dtype: torch.dtype, lower_bound: Any, spec: bool, device: Any) -> None:
     options: Arguments = {"gate": "softplus" if lower_bound is None else "lower_bound", "lower_bound": lower_bound}
     options |= {"dtype": dtype, "state_dtype": state_dtype, "state_v_first": True}
     options |= {"head_dims": [(sizes[1], sizes[0])], "device": device}

@@ -31,7 +31,6 @@ class Slots(TensorProxy):
 
     def __init__(self, pool: Tensor, indices: Tensor, has_initial_state: Tensor | None, gather: Callable[[], Tensor]):
         self.pool, self.indices, self.has_initial_state, self.gather = pool, indices, has_initial_state, gather
-        self.stored = False
 
     def tensor(self) -> Tensor:
         return self.gather()
@@ -41,10 +40,6 @@ class Slots(TensorProxy):
         return torch.Size((self.indices.shape[0], *self.pool.shape[1:]))
 
     def contiguous(self) -> Slots:
-        return self
-
-    def to(self, dtype: torch.dtype) -> Slots:
-        """Returns the same: they have the pool's."""
         return self
 
     @classmethod
@@ -59,18 +54,8 @@ class Final(TensorProxy):
     """Kimi-K3's buffer for the states after a prefill, which it stores in their slots itself where there are checkpoints. Once
     they are there (`stored`), that does nothing."""
 
-    def __init__(self, states: Tensor):
-        self.states, self.stored = states, False
-
-    def tensor(self) -> Tensor:
-        return self.states
-
     def __getitem__(self, key: Any) -> Final:
         return Final(self.states[key])
-
-    def to(self, dtype: torch.dtype) -> Final:
-        """Returns the same: they have the pool's."""
-        return self
 
     @classmethod
     def __torch_function__(cls, function: Original, types: object, arguments: tuple, named: dict | None = None) -> Any:
@@ -118,12 +103,6 @@ def scatter_states(original: Original, call: Arguments) -> None:
 
 class Pool(TensorProxy):
     """A layer's pool, of which Ling-3 takes the states of a prefill by indexing."""
-
-    def __init__(self, states: Tensor):
-        self.states = states
-
-    def tensor(self) -> Tensor:
-        return self.states
 
     def __getitem__(self, key: Any) -> Pool | Slots:
         if isinstance(key, Tensor):
@@ -241,21 +220,18 @@ def kimi_decode(call: Arguments) -> Tensor | None:
     return None if found is None else found[0].transpose(0, 1)
 
 
-def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments:
-    """One state per sequence, in a buffer of its own, from which vLLM stores it."""
-    if offsets is None:
-        return {}
-    rows = first_rows(offsets.shape[0], offsets.device)
-    return {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": buffer}
-
-
 @or_original
 def k3_prefill(call: Arguments) -> Tensor | None:
     """Stands in for FlashKDA, whose workspace it does not use."""
     final, offsets = call["final_state"], call.get("checkpoint_offsets")
     if offsets is not None and not isinstance(final, Final):
         return None
-    marks = with_checkpoints(offsets, call.get("checkpoint_state"))
+    marks: Arguments = {}
+    if offsets is not None:
+        # one state per sequence, in a buffer of its own, from which vLLM stores it
+        rows = first_rows(offsets.shape[0], offsets.device)
+        marks = {"checkpoint_offsets": offsets, "checkpoint_indices": rows}
+        marks["checkpoint_states"] = call.get("checkpoint_state")
     o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
     if offsets is not None:
         final.stored = o is not None
@@ -312,15 +288,7 @@ def takes(call: Arguments, spec: int) -> bool:
 
 
 def null_step(
-    H: int,
-    K: int,
-    W: int,
-    dtypes: tuple,
-    spec: int,
-    bound: Any,
-    device: torch.device,
-    sequences: int = 1,
-    window: Any = (),
+    H: int, K: int, W: int, dtypes: tuple, spec: int, bound: Any, device: Any, sequences: int = 1, window: Any = ()
 ) -> Arguments:
     """A step as Kimi-K3 calls for it, of null sequences: rows are those of its projection, `window` the shape of a slot's."""
     (x, _, state), C, rows = dtypes, 3 * H * K, sequences * (1 + spec)
@@ -329,13 +297,9 @@ def null_step(
     mixed, z, _, beta, _ = make(rows, width, dtype=x).split([C, H * K, K, H, width - 4 * H * K - K - H], dim=1)
     windows = make(1, *(window or (W - 1 + spec, C)), dtype=dtypes[1])
     windows = windows if windows.shape[1] == C else windows.mT
-    step: Arguments = {
-        "x": mixed,
-        "weight": make(3, W, H * K),
-        "conv_state": windows,
-        "state": make(1, H, K, K, dtype=state),
-    }
-    step |= {"raw_g": make(1, rows, H, K, dtype=x), "raw_beta": beta[None], "A_log": make(H), "dt_bias": make(H * K)}
+    step: Arguments = {"x": mixed, "weight": make(3, W, H * K), "A_log": make(H), "dt_bias": make(H * K)}
+    step |= {"conv_state": windows, "state": make(1, H, K, K, dtype=state)}
+    step |= {"raw_g": make(1, rows, H, K, dtype=x), "raw_beta": beta[None]}
     step |= {"output_gate": z.unflatten(1, (H, K)), "norm_weight": make(K), "output": make(rows, 1, H, K, dtype=x)}
     step |= {"state_indices": make(sequences, dtype=torch.int32), "lower_bound": bound, "null_index": "non_positive"}
     if spec > 0:
@@ -470,17 +434,12 @@ def largest(T: int, N: int, state: torch.dtype, options: Arguments, out: Tensor)
     """A prefill of T tokens in N null sequences, which stores nothing, for a layer with outputs like `out [1, .., H, D]`."""
     N, (H, D) = min(N, T), out.shape[-2:]
     make = functools.partial(torch.zeros, device=out.device)
-    tokens = {name: make(1, T, H, D, dtype=out.dtype) for name in "qkv"}
+    found: Arguments = {name: make(1, T, H, D, dtype=out.dtype) for name in "qkv"}
     none = make(N, dtype=torch.int32)
-    tokens["g"] = make(1, T, H, D, dtype=options.get("g_dtype", out.dtype))
-    tokens["beta"] = make(1, T, H, dtype=options.get("beta_dtype", out.dtype))
-    ends = (torch.arange(N + 1, device=out.device) * T // N).int()
-    found: Arguments = {
-        **tokens,
-        "cu_seqlens": ends,
-        "state_pool": make(1, H, D, D, dtype=state),
-        "state_indices": none,
-    }
+    found["g"] = make(1, T, H, D, dtype=options.get("g_dtype", out.dtype))
+    found["beta"] = make(1, T, H, dtype=options.get("beta_dtype", out.dtype))
+    found["cu_seqlens"] = (torch.arange(N + 1, device=out.device) * T // N).int()
+    found |= {"state_pool": make(1, H, D, D, dtype=state), "state_indices": none}
     found |= {"use_beta_sigmoid_in_kernel": options.get("use_beta_sigmoid_in_kernel", True), **LAYOUT}
 
     if options["gate"] == "none":

@@ -17,11 +17,10 @@ from torch import Tensor
 from ..backends import KERNEL, other_vendor
 from ..problem.switches import is_on
 from ..runtime.call import NoKernel
-from ..runtime.supports import supports
+from ..runtime.explain import supports
 from ..runtime.warmup import warmup
 from . import Status
-from .patches import Patches
-from .seams import Patch, differences, folder_of
+from .seams import Patch, Patches, differences, folder_of
 
 Arguments = dict[str, Any]
 

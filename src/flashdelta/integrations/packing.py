@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..nn.attention import zero_strays
 from ..ops.convolution import short_convolution
-from .patches import Patches
-from .seams import Patch, differences, folder_of
+from .seams import Patch, Patches, differences, folder_of
 
 KIMI, GLM, LING = "kimi_linear", "glm5_next", "bailing_hybrid"
 MODELS = {

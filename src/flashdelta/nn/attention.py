@@ -14,7 +14,7 @@ slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..ops.recurrent import fused_recurrent_kda
 from ..parallel.checks import broadcast_errors
 from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
-from ..problem.arguments import check_int, flag, positive
+from ..problem.arguments import check_int, check_int_in, check_name, flag, positive
 from ..problem.errors import called, mistyped, rule, wrong
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, LOWEST_BOUND, MAX_TAPS, MIN_TAPS, epsilon
 from ..problem.operations import bound as check_bound
@@ -136,18 +136,18 @@ class KimiDeltaAttention(nn.Module):
         head_v_dim = head_dim if head_v_dim is None else head_v_dim
         gate_rank = head_v_dim if gate_rank is None else gate_rank
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads}
-        for name, size in (sizes | {"conv_size": conv_size, "gate_rank": gate_rank}).items():
+        for name, size in (sizes | {"gate_rank": gate_rank}).items():
             positive(name, size)
-        _check_one_of(range(MIN_TAPS, MAX_TAPS + 1), conv_size=conv_size)
-        _check_one_of(GATES, gate=gate)
-        _check_one_of(HEAD_DIMS, head_dim=head_dim, head_v_dim=head_v_dim)
-        _check_one_of(CHUNK_SIZES, chunk_size=chunk_size)
-        _check_one_of(NAMES, backend=backend)
+        check_int_in("conv_size", conv_size, (*range(MIN_TAPS, MAX_TAPS + 1),))
+        check_name("gate", gate, *GATES)
+        check_int_in("head_dim", head_dim, HEAD_DIMS)
+        check_int_in("head_v_dim", head_v_dim, HEAD_DIMS)
+        check_int_in("chunk_size", chunk_size, CHUNK_SIZES)
+        check_name("backend", backend, *NAMES)
         check_bound("lower_bound", lower_bound)
         read = gate == "lower_bound"
         rule("lower_bound", read or lower_bound is None, f"None (the gate {gate!r} does not read it)", lower_bound)
-        if num_v_heads % num_heads != 0:
-            raise wrong("num_v_heads", num_v_heads, f"a multiple of num_heads = {num_heads}")
+        rule("num_v_heads", num_v_heads % num_heads == 0, f"a multiple of num_heads = {num_heads}", num_v_heads)
         epsilon("norm_eps", norm_eps)
         flags = {"conv_bias": conv_bias, "allow_neg_eigval": allow_neg_eigval, "output_gate_bias": output_gate_bias}
         for name, value in flags.items():
@@ -260,14 +260,13 @@ class KimiDeltaAttention(nn.Module):
                 self._check_pool(x, others, pool, slots, sequences, share)
             else:
                 rule("null_index", null_index == "negative", "'negative' without pool", repr(null_index))
-            if cache is not None:
-                _check_shapes("cache", cache, {"conv": self._windows(sequences, share)})
             mixed = torch.cat([p["q_proj"], p["k_proj"], p["v_proj"]], dim=-1)
             gate = _by_heads(p["g_proj.1"], self.head_v_dim)
         conv, past, states = None, {}, {}
         if pool is not None:
             where: Options = {"state_indices": slots, "null_index": null_index}
-            if self._is_step(x, cu_seqlens, has_initial_state):
+            fits = max(self.head_dim, self.head_v_dim) <= max(FUSED_HEAD_DIMS)
+            if x.shape[1] == 1 and cu_seqlens is None and has_initial_state is None and fits:
                 return self.o_proj(self._step(p, mixed, gate, pool, where, share).flatten(2)), None
             where["has_initial_state"] = has_initial_state
             past = {"state_pool": pool.conv, **where}
@@ -310,8 +309,9 @@ class KimiDeltaAttention(nn.Module):
             ValueError, TypeError: a number of slots, or a dtype, that is none.
         """
         positive("slots", slots)
-        _check_one_of((torch.float32, torch.bfloat16, torch.float64), state_dtype=state_dtype)
-        _check_one_of((None, torch.float32, torch.bfloat16, torch.float16, torch.float64), dtype=dtype)
+        states = torch.float32, torch.bfloat16, torch.float64
+        rule("state_dtype", state_dtype in states, f"one of {states}", repr(state_dtype))
+        rule("dtype", dtype in (None, torch.float16, *states), f"one of {(None, torch.float16, *states)}", repr(dtype))
         share, own = share_of_weights(self), self.conv_weight
         slots, channels, taps = self._windows(slots, share)
         conv = torch.zeros(slots, taps, channels, dtype=dtype or own.dtype, device=own.device).mT
@@ -381,10 +381,6 @@ class KimiDeltaAttention(nn.Module):
         tensors = dict(A_log=share.part(self.A_log), dt_bias=share.part(self.dt_bias))
         return dict(use_qk_l2norm_in_kernel=True, **gate, **tensors)
 
-    def _is_step(self, x: Tensor, cu_seqlens: Tensor | None, has_initial_state: Tensor | None) -> bool:
-        fits = self.head_dim in FUSED_HEAD_DIMS and self.head_v_dim in FUSED_HEAD_DIMS
-        return x.shape[1] == 1 and cu_seqlens is None and has_initial_state is None and fits
-
     def _step(self, p: Projected, mixed: Tensor, gate: Tensor, pool: KdaPool, where: Options, share: Share) -> Tensor:
         """A token of each sequence, `[N, 1, HV, V]`, before the last projection."""
         weight, bias = self._filters(mixed.dtype, share)
@@ -448,7 +444,9 @@ class KimiDeltaAttention(nn.Module):
         if tuple(slots.shape) != (sequences,):
             raise wrong("slots", f"shape {list(slots.shape)}", f"one per sequence = [{sequences}]")
         count = pool.state.shape[0]
-        _check_shapes("pool", pool, {"conv": self._windows(count, share), "state": self._states(count, share)})
+        for part, wanted in (("conv", self._windows(count, share)), ("state", self._states(count, share))):
+            shape = tuple(getattr(pool, part).shape)
+            rule(f"pool.{part}", shape == wanted, f"of shape {list(wanted)}", f"shape {list(shape)}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiDeltaAttention:
         """Moves and casts as any module does, but leaves `A_log` and `dt_bias` in float32, unrounded."""
@@ -496,18 +494,5 @@ def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight if weight.dtype in (torch.float32, dtype) and dtype != torch.float64 else weight.to(dtype)
 
 
-def _check_one_of(allowed: Sequence[object], **values: object) -> None:
-    for name, value in values.items():
-        if value not in allowed:
-            raise wrong(name, repr(value), f"one of {(*allowed,)}")
-
-
 def _first_given(others: dict[str, object]) -> str | None:
     return next((name for name, value in others.items() if value is not None), None)
-
-
-def _check_shapes(name: str, found: KdaCache | KdaPool, wanted: dict[str, tuple[int, ...]]) -> None:
-    for part, shape in wanted.items():
-        x = getattr(found, part)
-        if tuple(x.shape) != shape:
-            raise wrong(f"{name}.{part}", f"shape {list(x.shape)}", f"of shape {list(shape)}")

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..problem.arguments import check_int, check_tensor, number_or_none, positive
+from ..problem.arguments import check_int, check_tensor, find_device, number_or_none, positive
 from ..problem.errors import mistyped, rule, wrong
-from ..runtime.devices import find_device
 from .attention import KdaCache, KdaPool, KimiDeltaAttention
 
 VOCABULARY = "\n" + " " + string.digits + string.ascii_letters + string.punctuation
@@ -47,8 +46,7 @@ def encode(text: str, name: str = "text") -> Tensor:
         ValueError: a character outside `VOCABULARY`.
     """
     unknown = sorted(set(text) - _TOKENS.keys())
-    if unknown:
-        raise wrong(name, repr("".join(unknown)), "printable ASCII characters and newlines")
+    rule(name, not unknown, "printable ASCII characters and newlines", repr("".join(unknown)))
     return torch.tensor([_TOKENS[character] for character in text], dtype=torch.int64)
 
 
@@ -126,15 +124,11 @@ class KdaLanguageModel(nn.Module):
         blocks = (Block(config, chunk_size=chunk_size, backend=backend) for _ in range(config.num_layers))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self._initialise()
-
-    @torch.no_grad()
-    def _initialise(self) -> None:
-        """Keeps the residual stream near unit size at any depth: what is added to it starts small."""
-        nn.init.normal_(self.embedding.weight, std=self.config.hidden_size**-0.5)
+        # the residual stream stays near unit size at any depth: what is added to it starts small
+        nn.init.normal_(self.embedding.weight, std=config.hidden_size**-0.5)
         for block in self.blocks:
             for output in (block.attention.o_proj, block.mlp.down_proj):
-                output.weight.mul_((2 * self.config.num_layers) ** -0.5)
+                output.weight.data.mul_((2 * config.num_layers) ** -0.5)
 
     @property
     def device(self) -> torch.device:
@@ -181,8 +175,8 @@ class KdaLanguageModel(nn.Module):
             for token in (int(tokens.min()), int(tokens.max())):
                 rule("tokens", 0 <= token <= most, f"from 0 to {most}", token)
         for name, given in (("caches", caches), ("pools", pools)):
-            if given is not None and len(given) != len(self.blocks):
-                raise wrong(name, len(given), f"one per layer = {len(self.blocks)}")
+            count = len(self.blocks) if given is None else len(given)
+            rule(name, count == len(self.blocks), f"one per layer = {len(self.blocks)}", count)
         x = self.embedding(tokens)
         after = []
         nothing = [None] * len(self.blocks)
@@ -212,8 +206,7 @@ class KdaLanguageModel(nn.Module):
             ValueError: a negative temperature.
         """
         number_or_none("temperature", temperature)
-        if temperature is None or temperature < 0:
-            raise wrong("temperature", temperature, "at least 0")
+        rule("temperature", temperature is not None and temperature >= 0, "at least 0", temperature)
         while True:
             token = sample(logits, temperature, generator)
             out, caches = self(token[:, None], caches, return_caches=True)
@@ -298,10 +291,13 @@ def load_model(
 
 
 def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelConfig:
-    if _CONFIG_KEY not in metadata:
-        raise wrong("path", f"{str(path)!r} without a model's shape", SAVED)
+    rule("path", _CONFIG_KEY in metadata, SAVED, f"{str(path)!r} without a model's shape")
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
-    if values.keys() != names:
-        raise wrong("path", f"one with the fields {sorted(values)}", f"a model with the fields {sorted(names)}")
+    rule(
+        "path",
+        values.keys() == names,
+        f"a model with the fields {sorted(names)}",
+        f"one with the fields {sorted(values)}",
+    )
     return LanguageModelConfig(**values)

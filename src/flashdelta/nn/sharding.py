@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..problem.errors import wrong
+from ..problem.errors import rule, wrong
 from .attention import KimiDeltaAttention
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def shard_attention(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # not every build of PyTorch has it
 
     layers = [x for x in module.modules() if isinstance(x, KimiDeltaAttention)]
-    if not layers:
-        raise wrong("module", type(module).__name__, "a KimiDeltaAttention, or hold one")
+    rule("module", len(layers) > 0, "a KimiDeltaAttention, or hold one", type(module).__name__)
     for layer in layers:
         narrow = next((name for name, x in layer.named_parameters() if x.dtype != torch.float32), None)
         if narrow is not None:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..problem.errors import mistyped, wrong
+from ..problem.errors import mistyped, rule, wrong
 from .attention import KimiDeltaAttention
 
 Form = Literal["fla", "transformers", "checkpoint"]
@@ -29,6 +29,22 @@ GATE = "forget_gate."
 """Prefix of Hugging Face's names of the decay's parameters and projection."""
 
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+
+RATES = ("A_log", "dt_bias")
+OURS = (*SAME, *RATES, "o_norm", *(f"{x}.{kind}" for x in LOW_RANK for kind in ("weight", "bias")))
+
+
+def name_in(form: Form, ours: str) -> str:
+    """Another layer's name of a weight that is none of the convolutions'."""
+    module, _, kind = ours.rpartition(".")
+    if ours == "o_norm":
+        return "o_norm.weight"
+    theirs = f"{LOW_RANK[module]}.{kind}" if module in LOW_RANK and form != "fla" else ours
+    decay = ours in RATES or module.startswith("f_proj")
+    return GATE + theirs if decay and form == "transformers" else theirs
+
+
+KNOWN = {name_in(form, ours): ours for form in FORMS for ours in OURS}
 
 
 def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -47,27 +63,19 @@ def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise mistyped("weights", weights, "a state dict")
     found: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
-    names = {theirs: ours for ours, theirs in LOW_RANK.items()}
     for name, x in weights.items():
-        module, _, kind = name.removeprefix(GATE).rpartition(".")
+        module, _, kind = name.rpartition(".")
         if module in (*CONVOLUTIONS, "conv1d") and kind in parts:
             parts[kind][module] = x
-        elif name == "o_norm.weight":
-            found["o_norm"] = x
-        elif kind in ("A_log", "dt_bias") and module == "":
-            found[kind] = x.reshape(-1)
-        elif name in SAME or (module in LOW_RANK and kind in parts):
-            found[name] = x
-        elif module in names and kind in parts:
-            found[f"{names[module]}.{kind}"] = x
+        elif name in KNOWN:
+            found[KNOWN[name]] = x.reshape(-1) if KNOWN[name] in RATES else x
         else:
             raise wrong("weights", repr(name), "by the names of a Kimi Delta Attention layer")
     for kind, by_module in parts.items():
         if by_module:
             found[f"conv_{kind}"] = _convolution(by_module)
     missing = {*SAME, "conv_weight", "o_norm", *(f"{x}.weight" for x in LOW_RANK)} - found.keys()
-    if missing:
-        raise wrong("weights", f"none for {', '.join(sorted(missing))}", "all of a layer's")
+    rule("weights", not missing, "all of a layer's", f"none for {', '.join(sorted(missing))}")
     return found
 
 
@@ -75,8 +83,8 @@ def _convolution(by_module: Mapping[str, Tensor]) -> Tensor:
     """Filters of q, k and v side by side, `[D, W]`, or their bias `[D]`."""
     modules = ("conv1d",) if "conv1d" in by_module else CONVOLUTIONS
     missing = [module for module in modules if module not in by_module]
-    if missing or len(modules) != len(by_module):
-        raise wrong("weights", f"convolutions {sorted(by_module)}", f"of conv1d or {', '.join(CONVOLUTIONS)}")
+    fits = not missing and len(modules) == len(by_module)
+    rule("weights", fits, f"of conv1d or {', '.join(CONVOLUTIONS)}", f"convolutions {sorted(by_module)}")
     x = torch.cat([by_module[module] for module in modules])
     return x.squeeze(1) if x.dim() == 3 else x
 
@@ -91,24 +99,15 @@ def export_weights(layer: KimiDeltaAttention, form: Form) -> dict[str, Tensor]:
     """
     if not isinstance(layer, KimiDeltaAttention):
         raise mistyped("layer", layer, "a KimiDeltaAttention")
-    if form not in FORMS:
-        raise wrong("form", repr(form), f"one of {FORMS}")
+    rule("form", form in FORMS, f"one of {FORMS}", repr(form))
     found: dict[str, Tensor] = {}
     for name, x in layer.state_dict().items():
-        module, _, kind = name.rpartition(".")
         if name in ("conv_weight", "conv_bias"):
             kind, x = name.removeprefix("conv_"), x[:, None] if x.dim() == 2 else x
             split = {"conv1d": x}
             if form != "transformers":
                 split = dict(zip(CONVOLUTIONS, x.split(layer.conv_channels)))
             found |= {f"{module}.{kind}": part for module, part in split.items()}
-        elif name == "o_norm":
-            found["o_norm.weight"] = x
-        elif form == "fla" or name in SAME:
-            found[name] = x
         else:
-            x = x.view(1, 1, -1, 1) if name == "A_log" else x
-            theirs = f"{LOW_RANK[module]}.{kind}" if module in LOW_RANK else name
-            decay = name in ("A_log", "dt_bias") or module.startswith("f_proj")
-            found[GATE + theirs if decay and form == "transformers" else theirs] = x
+            found[name_in(form, name)] = x.view(1, 1, -1, 1) if name == "A_log" and form != "fla" else x
     return found

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..problem import operations
-from ..problem.arguments import check_int, check_int_in
-from ..problem.errors import by_keyword, named_options, wrong
+from ..problem.arguments import check_int, check_int_in, find_device, positive
+from ..problem.errors import by_keyword, named_options, rule
 from ..problem.problem import DECODE_TOKENS, GateName, NullIndex, record_width
 from ..runtime.call import Dispatcher
-from ..runtime.devices import find_device
 
 
 @named_options
@@ -214,17 +213,15 @@ def replay_buffer(
     Raises:
         ValueError, TypeError: a number that does not fit, or a device that is not there.
     """
-    for name, value, lowest in (("rows", rows, 0), ("HV", HV, 1)):
-        check_int(name, value)
-        if value < lowest:
-            raise wrong(name, value, f"{lowest} or more")
+    check_int("rows", rows)
+    rule("rows", rows >= 0, "0 or more", rows)
+    positive("HV", HV)
     check_int_in("num_spec_tokens", num_spec_tokens, range(1, DECODE_TOKENS))
     for name, value in (("K", K), ("V", V)):
         check_int_in(name, value, operations.DECODE_HEAD_DIMS)
     device = None if device is None else find_device(device)
     shape = (rows, 1 + num_spec_tokens, HV, record_width(K, V))
-    if math.prod(shape) >= 1 << 61:
-        raise wrong("rows", rows, "a buffer of fewer than 2^61 numbers")
+    rule("rows", math.prod(shape) < 1 << 61, "a buffer of fewer than 2^61 numbers", rows)
     return torch.zeros(shape, dtype=torch.float32, device=device)
 
 

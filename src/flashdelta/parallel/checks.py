@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..problem.device_checks import enabled
-from ..problem.errors import wrong
+from ..problem.errors import rule, wrong
 from ..problem.problem import ChunkProblem, settings_of
 from .border import DIGEST, FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT
 from .exchange import gather_numbers, group_named, is_group
@@ -59,8 +59,7 @@ def check_on_all_ranks(context: Any, described: object, name: str = "cp_context"
         if calls[r] != calls[0]:
             alike = "of calls with the same shapes, dtypes, options and backend"
             raise wrong(name, f"another call on rank {r} than on rank 0", alike)
-        if offsets[r] != offsets[0]:
-            raise wrong("cu_seqlens", f"other offsets on rank {r} than on rank 0", SAME_OFFSETS)
+        rule("cu_seqlens", offsets[r] == offsets[0], SAME_OFFSETS, f"other offsets on rank {r} than on rank 0")
     firsts, lasts = [*range(context.ranks)], [*range(context.ranks)]
     for r, (opened, left, first, last) in enumerate(found):
         firsts[r] = first if opened >= 0 and opened == left else r

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..problem import device_checks
-from ..problem.arguments import check_tensor, flag, positive, shape_of
-from ..problem.errors import wrong
+from ..problem.arguments import Arguments, check_tensor, flag, positive, shape_of
+from ..problem.errors import rule, wrong
 from .border import ANY_HALO, FIRST, counts, new_border, shard
 from .checks import broadcast_errors, check_on_all_ranks
 from .exchange import EXCHANGES, check_alive, chosen_exchange, members
@@ -183,8 +183,7 @@ def context_parallel(
     with broadcast_errors(group):
         name, rank, ranks = members(group)
         offsets = _offsets_on_host(cu_seqlens, cu_seqlens_cpu)
-        if exchange not in EXCHANGES:
-            raise wrong("exchange", repr(exchange), f"one of {EXCHANGES}")
+        rule("exchange", exchange in EXCHANGES, f"one of {EXCHANGES}", repr(exchange))
         flag("relay", relay)
         for option, value in (("max_sequences", max_sequences), ("conv_size", conv_size)):
             if value is not None:
@@ -221,24 +220,18 @@ def _offsets_on_host(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> Tenso
     check_offsets(cu_seqlens)
     if cu_seqlens_cpu is None:
         return cu_seqlens.cpu()
-    check_offsets(cu_seqlens_cpu, "cu_seqlens_cpu", on_host=True)
-    if cu_seqlens_cpu.shape != cu_seqlens.shape:
-        wanted = f"that of cu_seqlens, {list(cu_seqlens.shape)}"
-        raise wrong("cu_seqlens_cpu", f"shape {list(cu_seqlens_cpu.shape)}", wanted)
-    if device_checks.enabled() and not torch.equal(cu_seqlens_cpu.long(), cu_seqlens.cpu().long()):
-        raise wrong("cu_seqlens_cpu", "other offsets", "equal to cu_seqlens")
-    return cu_seqlens_cpu
+    name, x = "cu_seqlens_cpu", cu_seqlens_cpu
+    check_offsets(x, name)
+    rule(name, x.is_cpu, "on the CPU", f"device {x.device}")
+    rule(name, x.shape == cu_seqlens.shape, f"of cu_seqlens' shape {list(cu_seqlens.shape)}", shape_of(x))
+    same = not device_checks.enabled() or torch.equal(x.long(), cu_seqlens.cpu().long())
+    rule(name, same, "equal to cu_seqlens", "other offsets")
+    return x
 
 
-def check_offsets(offsets: object, name: str = "cu_seqlens", on_host: bool = False) -> None:
-    check_tensor(name, offsets)
-    assert isinstance(offsets, Tensor)
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64; got dtype {offsets.dtype}")
-    if offsets.dim() != 1 or offsets.numel() == 0:
-        raise wrong(name, f"shape {list(offsets.shape)}", "[M + 1] offsets")
-    if on_host and offsets.device.type != "cpu":
-        raise wrong(name, f"device {offsets.device}", "on the CPU")
+def check_offsets(offsets: Any, name: str = "cu_seqlens") -> None:
+    Arguments({name: offsets}, {}).require(name, "M+1", torch.int32, torch.int64)
+    rule(name, offsets.numel() > 0, "of M + 1 offsets", "an empty tensor")
 
 
 def check_values(offsets: Tensor, most: int = 2**63) -> int:
@@ -260,23 +253,18 @@ def context_of(cp_context: Any, group: Any, device: torch.device, *arguments: st
     if cp_context is None and group is not None:
         name, rank, ranks = members(group, of_group)
         return _of_rows(group, name, rank, ranks, device)
-    if group is not None:
-        raise wrong("group", "both", "None with cp_context")
-    context = as_context(cp_context)
-    if context is None:
+    rule("group", group is None, "None with cp_context", "both")
+    if isinstance(cp_context, ContextParallel):
+        context = cp_context
+    elif all([hasattr(cp_context, name) for name in FOREIGN]):
+        context = _from_fla(cp_context)
+    else:
         also = ", a process group" if of_group == argument else ""
         wanted = f"a ContextParallel{also}, or an object with FLA's attributes {', '.join(FOREIGN)}"
         raise TypeError(f"{argument} must be {wanted}; got {type(cp_context).__name__}")
     if not torch.compiler.is_compiling() and context._group is not None:
         check_alive(context.group, context.name, argument)
     return context
-
-
-def as_context(x: Any) -> ContextParallel | None:
-    """The context that `x` is, or stands for if it has what FLA's has; else None."""
-    if isinstance(x, ContextParallel):
-        return x
-    return _from_fla(x) if all([hasattr(x, name) for name in FOREIGN]) else None
 
 
 def has_context(c: Any) -> bool:
@@ -324,10 +312,8 @@ def _from_fla(context: Any) -> ContextParallel:
     known = None if tracing else getattr(context, "_flashdelta", None)
     if known is not None and all([a is b for a, b in zip(known[0], said)]):
         return known[1]
-    if layout != "contiguous":
-        raise wrong("cp_context", f"layout {layout!r}", "of layout 'contiguous'")
-    if context.group is None:
-        raise wrong("cp_context", "one whose group is None", "one with a process group, or no cp_context")
+    rule("cp_context", layout == "contiguous", "of layout 'contiguous'", f"layout {layout!r}")
+    rule("cp_context", context.group is not None, "one with a process group", "one whose group is None")
     name, rank, ranks = members(context.group)
     before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
     check_offsets(context.cu_seqlens)
@@ -358,6 +344,5 @@ def _fla_count(context: Any, name: str, most: int) -> int:
     value = getattr(context, name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"cp_context must be one with an int {name}; got {name} {value!r} ({type(value).__name__})")
-    if not 0 <= value <= most:
-        raise wrong("cp_context", f"{name} {value}", f"one with {name} from 0 to {most} on this rank")
+    rule("cp_context", 0 <= value <= most, f"one with {name} from 0 to {most} on this rank", f"{name} {value}")
     return value

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem.errors import wrong
+from ..problem.errors import rule, wrong
 
 EXCHANGES = ("auto", "gather", "put")
 
@@ -86,8 +86,7 @@ def chosen_exchange(way: str, name: str, device: torch.device) -> str:
     if not puts(way, device):
         return "gather"
     obstacle = _memory_of(name, device).obstacle
-    if obstacle is not None and way == "put":
-        raise wrong("exchange", "'put'", f"'gather' ({obstacle})")
+    rule("exchange", obstacle is None or way != "put", f"'gather' ({obstacle})", "'put'")
     return "put" if obstacle is None else "gather"
 
 
@@ -221,8 +220,7 @@ class SharedMemory:
             return
         captured = capturing(self.device)
         if nbytes > self.room:
-            if captured:
-                raise wrong("cp_context", "a capture before a call of its size", BEFORE_CAPTURE)
+            rule("cp_context", not captured, BEFORE_CAPTURE, "a capture before a call of its size")
             self._grow(max(-(-nbytes // LEAST_ROOM) * LEAST_ROOM, 2 * self.room))
         place, channel = self._place(nbytes, to, captured)
         receivers, _ = self.sides[to]
@@ -331,8 +329,7 @@ class SharedMemory:
         """All ranks find the same."""
         if self.device.type != "cuda":
             return f"tensors on {self.device.type}"
-        if capturing(self.device):
-            raise wrong("cp_context", "a capture before any call of the group", BEFORE_CAPTURE)
+        rule("cp_context", not capturing(self.device), BEFORE_CAPTURE, "a capture before any call of the group")
 
         def gathered(*numbers: int) -> list[tuple[int, ...]]:
             return [*zip(*gather_numbers(numbers, name, self.ranks, self.device))]

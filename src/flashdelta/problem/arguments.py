@@ -78,6 +78,34 @@ def check_name(name: str, value: object, *allowed: str | None) -> None:
         raise wrong(name, repr(value), f"one of {allowed}")
 
 
+def named_device(name: torch.device | str) -> torch.device:
+    """The device of that name, whether it is there or not.
+
+    Raises:
+        TypeError: no name.
+        ValueError: a name of no device.
+    """
+    if not isinstance(name, (str, torch.device)):
+        raise mistyped("device", name, "a torch.device or its name")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise wrong("device", repr(name), "a device such as cuda, cuda:1 or cpu") from error
+
+
+def find_device(name: torch.device | str) -> torch.device:
+    """The device of that name; raises as `named_device`.
+
+    Raises:
+        ValueError: a device that is not there.
+    """
+    device = named_device(name)
+    gpus = torch.cuda.device_count()
+    there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < gpus)
+    rule("device", there, f"cpu or one of the {gpus} CUDA devices that torch sees", repr(str(name)))
+    return device
+
+
 # ---- tensors ------------------------------------------------------------------------------------------------------------
 
 
@@ -112,10 +140,9 @@ def check_dense(name: str, x: Tensor, dims: int) -> None:
 
 def check_writable(name: str, x: Tensor) -> None:
     """Refuses a tensor to be written whose elements overlap, or whose memory does not hold its numbers."""
-    if not torch.compiler.is_compiling() and x.is_neg():
-        raise wrong(name, "a view with the negative bit", "a tensor without the negative bit (call `resolve_neg()`)")
-    if not torch.compiler.is_compiling() and x._is_zerotensor() and x.numel() > 0:
-        raise wrong(name, "known zeros, which have none", "a tensor with memory of its own")
+    if not torch.compiler.is_compiling() and (x.is_neg() or (x._is_zerotensor() and x.numel() > 0)):
+        found = "a view with the negative bit" if x.is_neg() else "known zeros, which have none"
+        raise wrong(name, found, "a tensor with memory of its own")
     span, strides = 1, ascending([(stride, size) for size, stride in zip(x.shape, x.stride()) if size > 1])
     for stride, size in strides if x.numel() > 0 else ():
         if stride < span:
@@ -139,11 +166,8 @@ class Arguments:
     """
 
     def __init__(self, given: Mapping[str, Any], called: Mapping[str, str], dry: bool = False):
-        if not torch.compiler.is_compiling():
-            vars(self).update(given)
-        else:  # PyTorch 2.11 does not trace an update of `vars`
-            for name, value in given.items():
-                setattr(self, name, value)
+        for name, value in given.items():
+            setattr(self, name, value)
         self.given, self.called = given, called
         """All arguments as they came, and the caller's names of roles, where they differ."""
         self.read: Callable[[Tensor], Tensor] = (lambda x: x) if dry else resolved

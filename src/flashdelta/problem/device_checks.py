@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import has_address
-from .errors import wrong
+from .errors import rule, wrong
 from .problem import (
     AttentionProblem,
     CommitProblem,
@@ -109,13 +109,11 @@ def _check_decays(problem: AttentionProblem, found: Found, lengths: list[int], n
 
 def check_offsets(offsets: list[int], most: int, wanted: str) -> None:
     """Checks the values of `cu_seqlens`; the last is at most `most`, which is `wanted`."""
-    if offsets[0] != 0:
-        raise wrong("cu_seqlens", f"first offset {offsets[0]}", "offsets from 0 on")
+    rule("cu_seqlens", offsets[0] == 0, "offsets from 0 on", f"first offset {offsets[0]}")
     for a, b in itertools.pairwise(offsets):
         if b < a:
             raise wrong("cu_seqlens", f"{a} then {b}", "non-decreasing")
-    if offsets[-1] > most:
-        raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most {wanted}")
+    rule("cu_seqlens", offsets[-1] <= most, f"at most {wanted}", f"last offset {offsets[-1]}")
 
 
 def _check_lengths(problem: PoolProblem, found: Found, on_host: object) -> list[int]:
@@ -130,12 +128,11 @@ def _check_lengths(problem: PoolProblem, found: Found, on_host: object) -> list[
         raise wrong("cu_seqlens_cpu", on_host.tolist()[:8], f"equal to cu_seqlens {offsets[:8]}")
     lengths = [b - a for a, b in itertools.pairwise(offsets)]
     most = max(lengths, default=0)
-    if most > problem.most_tokens:
-        raise wrong("cu_seqlens", f"a sequence of {most}", f"of at most {problem.most_tokens} tokens per sequence")
+    limit = problem.most_tokens
+    rule("cu_seqlens", most <= limit, f"of at most {limit} tokens per sequence", f"a sequence of {most}")
     if isinstance(problem, WyProblem):
         chunks = sum(-(-length // problem.chunk_size) for length in lengths)
-        if chunks > problem.rows:
-            raise wrong("h", f"{problem.rows} rows", f"of a row for each of the {chunks} chunks")
+        rule("h", chunks <= problem.rows, f"of a row for each of the {chunks} chunks", f"{problem.rows} rows")
     return lengths
 
 
@@ -186,8 +183,7 @@ def _check_checkpoints(problem: SequenceProblem, found: Found, lengths: list[int
     if rows is not None:
         pool = _Claims(0, rows, "rows")
         needed = sum(-(-length // every) for length in lengths) if every > 0 else 0
-        if needed > rows:
-            raise wrong("checkpoint_states", f"{rows} rows", f"of a row for each of the {needed} checkpoints")
+        rule("checkpoint_states", needed <= rows, f"of a row for each of the {needed} checkpoints", f"{rows} rows")
     if "checkpoint_offsets" not in found:
         return
     multiple = 1 if isinstance(problem, ConvolutionProblem) else CHECKPOINT_MULTIPLE

@@ -198,11 +198,6 @@ def check_checkpoint_options(c: Arguments, *receivers: str) -> None:
     c.exclusive("checkpoint_every", "checkpoint_offsets")
 
 
-def single_rank_only(c: Arguments, *names: str) -> None:
-    for name in names:
-        rule(name, not has_context(c) or getattr(c, name) is None, "None with cp_context or group", "a tensor")
-
-
 # ---- tensors ------------------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +338,8 @@ def validate_chunk(c: Arguments) -> Made:
     rule("safe_gate", gate != "softplus" or not c.safe_gate, "False with the gate 'softplus', which has no bound", True)
     check_checkpoint_options(c, "state_pool", "checkpoint_states")
     c.needs("cu_seqlens_cpu", "cu_seqlens")
-    single_rank_only(c, "cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states")
+    for name in ("cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states"):
+        rule(name, not has_context(c) or getattr(c, name) is None, "None with cp_context or group", "a tensor")
     check_tensor("q", c.q)
     c.border = None
     if has_context(c):

@@ -471,7 +471,9 @@ class ChunkProblem(AttentionProblem):
     def packet_shape(self) -> tuple[int, int, int, int, int]:
         """Shape of what all ranks say of those: for each rank, sequence and value head `M^T [K, K]`, of more ranks than two,
         then `b^T [V, K]`."""
-        return (self.ranks, self.packets, self.HV, packet_columns(self.ranks, self.K, self.V), self.K)
+        # of two ranks none is between others, and M is not needed
+        columns = self.V if self.ranks <= 2 else self.K + self.V
+        return (self.ranks, self.packets, self.HV, columns, self.K)
 
     @property
     def keeps(self) -> bool:
@@ -563,11 +565,6 @@ class CommitProblem(PoolProblem):
 def wider(dtype: torch.dtype) -> torch.dtype:
     """The dtype of results and states: float32, or float64 where tokens are in it."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def packet_columns(ranks: int, K: int, V: int) -> int:
-    """Columns of M and b that ranks tell each other: of two none is between others, and M is not needed."""
-    return V if ranks <= 2 else K + V
 
 
 def record_width(K: int, V: int) -> int:

@@ -6,8 +6,9 @@ one GPU, or several. The kernels of a backend form the same whole numbers from d
 
 from __future__ import annotations
 
-import functools
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,8 @@ from torch import Tensor
 
 from .problem import AUTO, ChunkProblem
 
-Whole = Any
-"""An int, or a tensor of them."""
-
-MOST_PARTS = (64, 32, 16, 8, 4, 2, 1)
-"""Bits of the most segments of a sequence, 127."""
+MOST_PARTS = 127
+"""The most segments of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,12 @@ class SplitCosts:
 
 
 def parts_of_sequences(
-    chunks: Tensor, room: int, costs: SplitCosts, split: int = AUTO, batch_invariant: bool = False
-) -> Tensor:
-    """How many segments each sequence is cut into, `[N]`, at least 1.
+    chunks: Sequence[int], room: int, costs: SplitCosts, split: int = AUTO, batch_invariant: bool = False
+) -> list[int]:
+    """How many segments each sequence is cut into, at least 1.
 
     Args:
-        chunks: `[N]` integers, the chunks of each sequence. Only whole numbers are formed from them, on their device.
+        chunks: of each sequence.
         room: segment transitions that can be formed at the same time.
         costs: of the kernels that will run.
         split: `AUTO`, or the number of segments of every sequence that has as many chunks.
@@ -51,37 +49,19 @@ def parts_of_sequences(
 
     """
     if split != AUTO:
-        return chunks.clamp(1, split)
-    total = chunks if batch_invariant else chunks.sum()
-    return torch.as_tensor(parts_that_pay(chunks, total, room, costs))
+        return [min(max(n, 1), split) for n in chunks]
+    total = sum(chunks)
+    return [parts_that_pay(n, n if batch_invariant else total, room, costs) for n in chunks]
 
 
-def parts_that_pay(chunks: Whole, total: Whole, room: int, costs: SplitCosts) -> Whole:
-    """Into how many segments it pays to cut sequences of so many chunks, in a batch of `total`: of one on the host, or of many
-    on their device."""
+def parts_that_pay(chunks: int, total: int, room: int, costs: SplitCosts) -> int:
+    """Into how many segments it pays to cut a sequence of so many chunks, in a batch of `total`."""
     # the last segment of a sequence needs no transition
-    parts = least(1 + room * chunks // most(total, 1), chunks // costs.shortest)
-    # longest * (step + transition) + parts * compose is least at the root of this
-    square = chunks * (costs.step + costs.transition)
-    root = 0 * chunks
-    for bit in MOST_PARTS:
-        root = where((root + bit) * (root + bit) * costs.compose <= square, root + bit, root)
-    parts = most(least(parts, root), 1)
-    longest = (chunks + parts - 1) // parts
-    cut = longest * (costs.step + costs.transition) + parts * costs.compose + costs.fixed
-    return where(cut * 100 <= chunks * costs.step * (100 - costs.margin), parts, 1)
-
-
-def least(a: Whole, b: Whole) -> Whole:
-    return torch.minimum(a, b) if isinstance(a, Tensor) else min(a, b)
-
-
-def most(a: Whole, bound: int) -> Whole:
-    return a.clamp(min=bound) if isinstance(a, Tensor) else max(a, bound)
-
-
-def where(condition: Any, a: Whole, b: Whole) -> Whole:
-    return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+    parts = min(1 + room * chunks // max(total, 1), chunks // costs.shortest, MOST_PARTS)
+    # longest * (step + transition) + parts * compose is least at this root
+    parts = max(min(parts, math.isqrt(chunks * (costs.step + costs.transition) // costs.compose)), 1)
+    cut = -(-chunks // parts) * (costs.step + costs.transition) + parts * costs.compose + costs.fixed
+    return parts if cut * 100 <= chunks * costs.step * (100 - costs.margin) else 1
 
 
 def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invariant: bool = False) -> int:
@@ -89,25 +69,6 @@ def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invar
     most = split if split != AUTO else 1 + room
     bound = N + room if split == AUTO and not batch_invariant else N * most
     return min(bound, max(chunks, N) + N)
-
-
-def splits(problem: ChunkProblem) -> bool:
-    """True if sequences of the call may be split."""
-    return problem.split > 1 or problem.split == AUTO
-
-
-def planned_parts(problem: ChunkProblem, chunks: Tensor, room: int, costs: SplitCosts) -> Tensor:
-    """`parts_of_sequences` of a call."""
-    if not splits(problem):
-        return torch.ones_like(chunks)
-    return parts_of_sequences(chunks, room, costs, problem.split, problem.batch_invariant)
-
-
-@functools.cache
-def gains(longest: int, together: int, room: int, costs: SplitCosts) -> bool:
-    """True if a sequence of `longest` chunks, in a batch of `together`, would be split. A shorter sequence gains less, as does
-    one in a larger batch."""
-    return parts_that_pay(longest, together, room, costs) > 1
 
 
 def known_lengths(offsets: Any, chunk_size: Any, q: Any) -> tuple[int, int] | None:
@@ -161,7 +122,7 @@ def walk(offsets: list[int], chunk_size: int) -> tuple[int, tuple[int, int] | No
 def segments_of_call(problem: ChunkProblem, room: int, costs: SplitCosts) -> int:
     """A bound on the segments of a call that may be split, 0 for one that is not. Without lengths on the host: if one sequence
     had all the tokens of a packed batch, and still were not split, no other batch of as many tokens is."""
-    if not splits(problem) or problem.N == 0:
+    if problem.split == 1 or problem.N == 0:
         return 0
     if problem.split == AUTO:
         longest, together = problem.slots, problem.B * problem.slots
@@ -170,7 +131,8 @@ def segments_of_call(problem: ChunkProblem, room: int, costs: SplitCosts) -> int
             longest, together = min(longest, problem.longest_chunks + problem.checkpoints), problem.all_chunks
         if problem.batch_invariant:
             together = longest
-        if not gains(longest, max(longest, together), room, costs):
+        # a shorter sequence gains less, as does one in a larger batch
+        if parts_that_pay(longest, max(longest, together), room, costs) == 1:
             return 0
     most = most_segments(problem.N, problem.B * problem.slots, room, problem.split, problem.batch_invariant)
     return most if most > problem.N else 0

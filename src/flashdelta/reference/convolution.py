@@ -23,7 +23,12 @@ def short_convolution(problem: ConvolutionProblem, t: ConvolutionTensors) -> tup
     offsets = offsets_of(problem, t)
     begins, lengths = offsets[:-1], offsets.diff().clamp(min=0)
     x = t.x.reshape(-1, D).to(dtype)
-    states = _initial(problem, t, dtype)
+    state = t.initial_state
+    if t.state_pool is not None and t.state_indices is not None:
+        state = gathered(t.state_pool, t.state_indices, t.has_initial_state)
+    # `[N + 1, D, L]`: the last one is of no sequence
+    none = x.new_zeros(1, D, problem.state_length)
+    states = none.expand(problem.N + 1, -1, -1) if state is None else torch.cat([state.to(dtype), none])
     token = torch.arange(x.shape[0], device=x.device)
     n = torch.searchsorted(offsets, token, right=True) - 1
     valid = (n >= 0) & (n < problem.N)
@@ -74,15 +79,6 @@ def _store_checkpoints(
         offset = torch.where(stored, offset, 0)
     found = torch.stack([_inputs(x, states, begins, n, offset - L + j) for j in range(L)], dim=-1)
     store_rows(buffer, row, stored, found.to(buffer.dtype))
-
-
-def _initial(problem: ConvolutionProblem, t: ConvolutionTensors, dtype: torch.dtype) -> Tensor:
-    """`[N + 1, D, L]`: the last one is of no sequence."""
-    state = t.initial_state
-    if t.state_pool is not None and t.state_indices is not None:
-        state = gathered(t.state_pool, t.state_indices, t.has_initial_state)
-    one = t.x.new_zeros(1, problem.D, problem.state_length, dtype=dtype)
-    return one.expand(problem.N + 1, -1, -1) if state is None else torch.cat([state.to(dtype), one])
 
 
 def _inputs(x: Tensor, states: Tensor, begins: Tensor, n: Tensor, position: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ other programs call by its name, takes the caller's own arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from ..problem.problem import (
     BACKWARD,
     FAMILIES,
     INPUTS,
-    LAYER_INPUTS,
     ChunkProblem,
     ChunkTensors,
     CommitProblem,
@@ -30,6 +30,7 @@ from ..problem.problem import (
     StepProblem,
     Tensors,
     WyProblem,
+    inputs_of,
     problem_of,
     replaced,
     required_roles,
@@ -49,11 +50,13 @@ def registered(name: str, schema: str, implement: Callable[..., Any], pretend: C
 
 
 class Operator:
-    """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes."""
+    """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes. `roles`: those that it takes; all of the
+    family by default."""
 
-    def __init__(self, name: str, family: type[Problem], roles: Roles, results: Roles, writes: Roles = ()):
-        self.name, self.family, self.roles, self.results, self.writes = name, family, roles, results, writes
+    def __init__(self, name: str, family: type[Problem], results: Roles, writes: Roles = (), roles: Roles = ()):
+        self.name, self.family, self.results, self.writes = name, family, results, writes
         settings, required = settings_of(family), required_roles(FAMILIES[family])
+        self.roles = roles = roles or tuple(f.name for f in fields(FAMILIES[family]) if f.name != "memory")
         self.settings = tuple(settings)
         for field, type_ in settings.items():
             if type_.removesuffix(" | None") not in ("bool", "int", "float", "str"):
@@ -99,46 +102,26 @@ class Operator:
 
 
 RESULTS = ("o", "final_state", "h")
-POOL = ("state_pool", "state_indices", "has_initial_state")
-CHECKPOINTS = ("checkpoint_offsets", "checkpoint_indices", "checkpoint_states")
-SPECULATIVE = ("num_accepted_tokens", "source_pool", "source_indices", "intermediate_states", "intermediate_indices")
-GIVEN = ("out", "final_state")
-WRITTEN = ("state_pool", *GIVEN)
-NORM_ROLES, CONVOLUTION_ROLES = LAYER_INPUTS["gated_rms_norm"], LAYER_INPUTS["short_convolution"]
-COMMIT_ROLES = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
-WY_ROLES = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
-FUSED_ROLES = (
-    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "weight", "bias", "z", "norm_weight", "conv_state"),
-    *(*COMMIT_ROLES, "out"),
-)
-FORWARD = Operator("kda_forward", ChunkProblem, INPUTS, RESULTS)
-FORWARD_OUT, CONVOLUTION_OUT = (
-    Operator(f"{name}_out", family, (*roles, *POOL, *CHECKPOINTS, *GIVEN), results, (*WRITTEN, "checkpoint_states"))
-    for name, family, roles, results in (
-        ("kda_forward", ChunkProblem, INPUTS, RESULTS),
-        ("short_convolution", ConvolutionProblem, CONVOLUTION_ROLES, RESULTS[:-1]),
-    )
-)
-STEP_FORWARD = Operator("kda_step", StepProblem, INPUTS[:-1], RESULTS[:-1])
-STEP_OUT, VERIFY = (
-    Operator(name, StepProblem, (*INPUTS[:-1], *POOL, *SPECULATIVE, *GIVEN), RESULTS[:-1], writes)
-    for name, writes in (("kda_step_out", WRITTEN), ("kda_verify", ("out", "intermediate_states")))
-)
-COMMIT_STATES = Operator("kda_commit", CommitProblem, COMMIT_ROLES, (), ("state_pool",))
-COMMIT_RECORDS = Operator("kda_commit_records", CommitProblem, COMMIT_ROLES, (), ("state_pool", "intermediate_states"))
-BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WyProblem, WY_ROLES, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
-NORM = Operator("gated_rms_norm", NormProblem, NORM_ROLES, ("o",))
-CONVOLUTION = Operator("short_convolution", ConvolutionProblem, CONVOLUTION_ROLES, RESULTS[:-1])
-FUSED_DECODE, FUSED_VERIFY = (
-    Operator(name, FusedProblem, FUSED_ROLES, ("o",), ("conv_state", own, "out"))
-    for name, own in (("fused_kda_decode", "state_pool"), ("fused_kda_verify", "intermediate_states"))
-)
+WRITTEN = ("state_pool", "out", "final_state", "checkpoint_states")
+FORWARD = Operator("kda_forward", ChunkProblem, RESULTS, roles=INPUTS)
+FORWARD_OUT = Operator("kda_forward_out", ChunkProblem, RESULTS, WRITTEN)
+STEP_FORWARD = Operator("kda_step", StepProblem, RESULTS[:-1], roles=INPUTS[:-1])
+STEP_OUT = Operator("kda_step_out", StepProblem, RESULTS[:-1], WRITTEN[:-1])
+VERIFY = Operator("kda_verify", StepProblem, RESULTS[:-1], ("out", "intermediate_states"))
+COMMIT_STATES = Operator("kda_commit", CommitProblem, (), ("state_pool",))
+COMMIT_RECORDS = Operator("kda_commit_records", CommitProblem, (), ("state_pool", "intermediate_states"))
+BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WyProblem, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
+NORM = Operator("gated_rms_norm", NormProblem, ("o",), roles=inputs_of("gated_rms_norm"))
+CONVOLUTION = Operator("short_convolution", ConvolutionProblem, RESULTS[:-1], roles=inputs_of("short_convolution"))
+CONVOLUTION_OUT = Operator("short_convolution_out", ConvolutionProblem, RESULTS[:-1], WRITTEN)
+FUSED_DECODE = Operator("fused_kda_decode", FusedProblem, ("o",), ("conv_state", "state_pool", "out"))
+FUSED_VERIFY = Operator("fused_kda_verify", FusedProblem, ("o",), ("conv_state", "intermediate_states", "out"))
 
 
 def operator_of(problem: Problem, t: Tensors) -> Operator:
     """The one that declares what the call writes."""
     given = t.present()
-    writes = any(role in given for role in (*WRITTEN, "checkpoint_states", "source_pool"))
+    writes = any(role in given for role in (*WRITTEN, "source_pool"))
     if isinstance(problem, CommitProblem):
         return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
     if isinstance(problem, FusedProblem):

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..problem.arguments import find_device
 from ..problem.errors import mistyped, rule
 from ..problem.operations import INTERVAL_UNIT
 from ..problem.problem import PARAMETRIC_GATES, GateName, record_width
 from .call import CALLS, check, public_call
-from .devices import find_device
 
 HEADS = (1, 4, 12, 24, 32, 48, 96)
 SEQUENCES = (1, 2, 4, 8, 16, 64, 1024)

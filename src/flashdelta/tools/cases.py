@@ -52,11 +52,6 @@ class Case:
     slack: float = 0.0
 
     @property
-    def is_long(self) -> bool:
-        """Tells whether `flashdelta verify --quick` leaves the case out."""
-        return self.T > 1000 or self.K == 256
-
-    @property
     def batch(self) -> int:
         """Rows of the tensors."""
         return self.B if self.lengths is None else 1

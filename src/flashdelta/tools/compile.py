@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -54,25 +53,14 @@ def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) ->
         yield from itertools.starmap(work, tasks)
         return
     others = set(active_children())
-    # not forked: PyTorch has threads
-    pool = ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn"))
+    # not forked: PyTorch has threads. Ctrl-C, which each would answer with a traceback, ends them through this one
+    deaf = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(min(jobs, len(tasks)), get_context("spawn"), *deaf)
     try:
-        with _without_interrupts():
-            results = pool.map(work, *zip(*tasks))
-        yield from results
+        yield from pool.map(work, *zip(*tasks))
     except BaseException:  # Ctrl-C among them: what is being compiled is not waited for
         for process in set(active_children()) - others:
             process.terminate()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes started here never see Ctrl-C, which each would answer with a traceback: it ends them through this one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

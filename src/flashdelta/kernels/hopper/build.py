@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...problem.problem import (
-    AUTO,
-    BACKWARD,
-    ChunkProblem,
-    ChunkTensors,
-    Problem,
-    Tensors,
-    WyTensors,
-)
+from ...problem.problem import AUTO, BACKWARD, ChunkProblem, ChunkTensors, Problem, Tensors, WyTensors
 from ...program.launch import Launch, capability
 from ...program.plan import Outputs, Plan, Step, new_outputs
 from ...program.workspace import in_slots

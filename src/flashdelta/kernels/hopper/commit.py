@@ -23,22 +23,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import CommitProblem, CommitTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
+from ..shared.mma import stacked, two_parts
+from ..shared.records import COUNTS, record_counts, record_values, record_width
 from ..shared.scalars import SCALARS
+from ..shared.states import everywhere, slot_and_row
 from ..stages.decode import commit_arguments
 from ..stages.launch import Config, launch
 from .device.compat import barrier
 from .device.layouts import BV
 from .device.math import multiply
-from .device.portable import (
-    RECORD_COUNTS,
-    everywhere,
-    record_counts,
-    record_values,
-    record_width,
-    slot_and_row,
-    stacked,
-    two_parts,
-)
 from .launch import aligned
 
 
@@ -219,7 +212,7 @@ def replay_kernel(
             wanted = (count >= 1) & (count <= tokens) & (count.to(gl.float32) <= recorded[i])
             gl.store(states + i * (BV * K) + in_slot, state, mask=everywhere(in_slot, wanted))
         barrier()  # all warps have read the count
-        each = gl.arange(0, RECORD_COUNTS, layout=key_l)
+        each = gl.arange(0, COUNTS, layout=key_l)
         gl.store(counts + each, gl.zeros_like(each).to(gl.float32), mask=each % (V // BV) // SLICES == part)
 
 
@@ -237,7 +230,6 @@ def slices_a_cta(problem: CommitProblem, sms: int) -> int:
 
 def commit(problem: CommitProblem, t: CommitTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """Accepted tokens into states. None where states lie on no 16 bytes."""
-    assert t.state_pool is not None
     if not aligned(t.state_pool, 16):
         return None
     tokens = 8 if problem.most_tokens <= 8 else 16

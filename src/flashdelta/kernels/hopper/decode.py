@@ -23,23 +23,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
+from ..shared.gates import beta_of, decay_rate, head_bias, log2_decay
+from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
-from ..stages.decode import DECODE_FEW, decode_states, step_arguments
+from ..shared.sequences import at_token, own_work_tile
+from ..shared.states import everywhere, start_slot, target_slot
+from ..stages.decode import DECODE_FEW, step_arguments
 from ..stages.launch import Config, launch
 from .device.compat import copy_async
 from .device.math import split_high_low
-from .device.portable import (
-    L2_EPS,
-    at_token,
-    decay_rate,
-    everywhere,
-    exact_beta,
-    exact_log2_decay,
-    head_bias,
-    locate,
-    source_slot,
-    target_slot,
-)
 from .launch import aligned, prefetching_ctas
 
 
@@ -108,7 +100,7 @@ def decode_kernel(
     value_l: gl.constexpr = gl.SliceLayout(1, sums_l)
     rows_s: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
     line_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
     there = begin < end
     qk_head = (head.to(gl.int32) // group).to(gl.int64)
     q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, 0, qk_head)
@@ -121,7 +113,7 @@ def decode_kernel(
     tile_value = slice_ * BV + gl.arange(0, TILE, layout=gl.SliceLayout(1, tile_l))
     in_slot = tile_value[:, None] * K + gl.arange(0, K, layout=gl.SliceLayout(0, tile_l))[None, :]
     named = (starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row)
-    slot, live, read = source_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
+    slot, live, read = start_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
     if OVERLAP:
         cta = gl.program_id(0)
         if (cta >= first_ahead) & (cta < past_ahead) & (read != 0):
@@ -143,7 +135,7 @@ def decode_kernel(
     copied_slot = slot
     copied = read
     if OVERLAP:
-        slot, live, read = source_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
+        slot, live, read = start_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
     # volatile: else ptxas moves the load behind the sums
     next_v = gl.load(v + value, volatile=True)
     write_beta = gl.load(beta)
@@ -152,8 +144,8 @@ def decode_kernel(
 
     async_copy.wait_group(TILES)
     row_q, row_k, row_g = q_s.load(key_l).to(gl.float32), k_s.load(key_l).to(gl.float32), g_s.load(key_l).to(gl.float32)
-    write_beta = exact_beta(write_beta.to(gl.float32), BETA)
-    decay = gl.exp2(exact_log2_decay(row_g + bias, rate, lower_bound, GATE))
+    write_beta = beta_of(write_beta.to(gl.float32), BETA)
+    decay = gl.exp2(log2_decay(row_g + bias, rate, lower_bound, GATE))
     norm_q = scale
     norm_k = 1.0
     square_q, square_k, overlap = gl.reduce((row_q * row_q, row_k * row_k, row_q * row_k), 0, add_three)
@@ -211,15 +203,12 @@ DECODE_AT_ONCE = 28
 
 def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """One token per sequence. None for few pairs of sequence and head, and where copies can't be asynchronous."""
-    states = decode_states(problem, t, outputs.get("final_state"))
+    own = step_arguments(problem, t, outputs)
     many = problem.N * problem.HV > DECODE_FEW
-    if not many or not all(aligned(x, 16) for x in (t.q, t.k, t.g, states.initial)):
+    if not many or not all(aligned(x, 16) for x in (t.q, t.k, t.g, own["initial_state"])):
         return None
     BV = min(problem.V, 2048 // problem.K)
     ctas = problem.N * problem.HV * (problem.V // BV)
     first, past = prefetching_ctas(ctas, DECODE_AT_ONCE * sm_count(t.device))
-    own = dict(
-        **step_arguments(problem, t, states, outputs["o"]),
-        **dict(BV=BV, IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools, first_ahead=first, past_ahead=past),
-    )
+    own |= dict(BV=BV, first_ahead=first, past_ahead=past)
     return [launch(decode_kernel, ctas, problem, t, own, Config(num_warps=1), overlaps=True)]

@@ -23,12 +23,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import FusedProblem, FusedTensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
+from ..shared.gates import LOG2E, beta_of, log2_decay, sigmoid
+from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
-from ..stages.fused_decode import fused_arguments
+from ..shared.sequences import at_token, own_work_tile
+from ..shared.states import everywhere, placed
+from ..stages.decode import fused_arguments
 from ..stages.launch import Config, launch
 from .decode import fetch_to_cache, prefetch
 from .device.compat import barrier, copy_async
-from .device.portable import L2_EPS, LOG2E, at_token, everywhere, exact_beta, exact_log2_decay, locate, placed, sigmoid
 from .launch import aligned, prefetching_ctas
 
 ROWS = gl.constexpr(32)
@@ -43,9 +46,7 @@ def window_of(window, channel, place_stride, live, W):
     """The `W - 1` inputs of a channel that its window keeps."""
     kept = ()
     for tap in gl.static_range(W - 1):
-        kept = kept + (  # type: ignore[assignment]
-            gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),
-        )
+        kept = kept + (gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),)
     return kept
 
 
@@ -54,9 +55,9 @@ def filter_of(filters, bias, in_bias, tap_stride, W):
     """The `W` taps of a channel, and its bias if there is one."""
     taps = ()
     for tap in gl.static_range(W):
-        taps = taps + (gl.load(filters + tap * tap_stride),)  # type: ignore[assignment]
+        taps = taps + (gl.load(filters + tap * tap_stride),)
     if bias is not None:
-        taps = taps + (gl.load(bias + in_bias),)  # type: ignore[assignment]
+        taps = taps + (gl.load(bias + in_bias),)
     return taps
 
 
@@ -101,7 +102,7 @@ def rows_of(v, weight, weight_channel, weight_tap, bias, value_channels, g, beta
 def decay_of(row_g, row_bias, rate, lower_bound, GATE):
     """`exp` of the log decay, from what the gate is made of."""
     rate = gl.exp2(rate.to(gl.float32) * LOG2E)
-    return gl.exp2(exact_log2_decay(row_g.to(gl.float32) + row_bias.to(gl.float32), rate, lower_bound, GATE))
+    return gl.exp2(log2_decay(row_g.to(gl.float32) + row_bias.to(gl.float32), rate, lower_bound, GATE))
 
 
 @gluon.jit
@@ -163,7 +164,7 @@ def fused_decode_kernel(
     line_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     plain_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
 
-    _slice, qk_head, n, batch, _begin, _end = locate(cu_seqlens, T, H, 1)
+    _slice, qk_head, n, batch, _begin, _end = own_work_tile(cu_seqlens, T, H, 1)
     head = qk_head * GROUP
     q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, 0, qk_head)
     v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, 0, head)
@@ -213,9 +214,7 @@ def fused_decode_kernel(
     state_s = ()
     for _ in gl.static_range(TILES):
         # of one memory, copies of tiles would wait for each other
-        state_s = state_s + (  # type: ignore[assignment]
-            gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),
-        )
+        state_s = state_s + (gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),)
     # no load passes a barrier: rows first, then the state, then whether the index is what it was
     barrier()
     copy_tiles(state_s, states, in_tile, guessed, TILES, SIZE)
@@ -252,7 +251,7 @@ def fused_decode_kernel(
         row_q, row_k, decay = q_s.load(key_l), k_s.load(key_l), decay_s.load(key_l)[None, :]
         roll(to_v, kept_v, own_v, channel, conv_place, live)
         scaling = norm_of.to(gl.float32) * sigmoid(gate.to(gl.float32))
-        write_beta = exact_beta(write_beta.to(gl.float32), BETA)
+        write_beta = beta_of(write_beta.to(gl.float32), BETA)
         if GROUP > 1:
             # of the next head, whose rows come while this one's state is worked on; after the last one in vain
             after = gl.minimum(member + 1, GROUP - 1)
@@ -310,7 +309,6 @@ def hopper_config(problem: FusedProblem, sms: int) -> tuple[int, tuple[int, int]
 
 def fused_kda_decode(problem: FusedProblem, t: FusedTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """A step of the layer. None where states lie on no 16 bytes."""
-    assert t.state_pool is not None
     if not aligned(t.state_pool, 16):
         return None
     registers, (first, past) = hopper_config(problem, sm_count(t.device))

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
+from ..shared.gates import beta_gradient, decay_rate
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.finish import ByHead
 from ..stages.launch import chunks
@@ -42,7 +43,6 @@ from .device.math import (
     weighted_sums,
     wide,
 )
-from .device.portable import beta_gradient, decay_rate
 from .device.tile_scheduler import chunk_tile, first_tile
 from .launch import bind_div8
 

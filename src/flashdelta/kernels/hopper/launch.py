@@ -20,9 +20,6 @@ from ..stages.copy import laid_out, read
 TILE = 64
 """Rows and columns of a tile of the workspace."""
 
-SHARED_MEMORY = 232_448
-"""Bytes a CTA may use."""
-
 MOST_CTAS = 144
 """Most CTAs of `recurrence`: no Hopper GPU has more SMs."""
 
@@ -145,4 +142,4 @@ def stages(problem: ChunkProblem, fetched: int, beside: int, decays: int = 1) ->
     """Chunks in flight, of so many tiles and rows of decays each, up to 4: as many as shared memory holds beside tiles that
     stay."""
     tile = TILE * TILE * 2
-    return min(4, (SHARED_MEMORY - beside * tile - 256) // (fetched * tile + decays * problem.K * 4))
+    return min(4, (portable.SHARED_MEMORY[90] - beside * tile - 256) // (fetched * tile + decays * problem.K * 4))

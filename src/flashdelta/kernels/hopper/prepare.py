@@ -22,6 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
+from ..shared.gates import decay_rate
+from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
@@ -46,7 +48,6 @@ from .device.math import (
     wide,
     widen,
 )
-from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, bind_div8, overlaps_prepare

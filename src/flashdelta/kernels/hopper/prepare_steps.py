@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...program.launch import Launch
+from ..shared.gates import LOG2E, decay_rate
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall
 from .device.compat import barrier, reinterpret, store_tile
@@ -59,7 +60,6 @@ from .device.math import (
     wide,
     widen,
 )
-from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, bind_div8, tiles
 from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, pair_norm_factors, running_sums, weighted

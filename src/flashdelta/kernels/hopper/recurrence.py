@@ -23,6 +23,8 @@ from triton.language.extra.cuda import gdc_wait
 from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
+from ..shared.sequences import crossing_packet
+from ..shared.states import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
 from ..stages.launch import StageCall, checkpoint_arguments, packet_arguments, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
@@ -44,7 +46,6 @@ from .device.layouts import (
 )
 from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
-from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
 from .launch import TILE, bind_div8, ctas, overlaps_prepare, stages, tiles, work_tiles

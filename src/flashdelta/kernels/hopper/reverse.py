@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS_AND_STRIDES
+from ..shared.sequences import crossing_packet
+from ..shared.states import state_offsets
 from ..stages.backward_pass import ReverseScan
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
@@ -36,7 +38,6 @@ from .device.layouts import (
 )
 from .device.math import hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring
-from .device.portable import crossing_packet, state_offsets
 from .device.tile_scheduler import TileScheduler, rows_before
 from .launch import TILE, bind_div8, ctas, stages, tiles, work_tiles
 

@@ -22,13 +22,15 @@ from ...problem.split import SplitCosts, segments_of_call
 from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
 from ..shared.scalars import SCALARS_AND_STRIDES
+from ..shared.segments import chunks_of, planned_parts, states_fit
+from ..shared.sequences import span_count
+from ..shared.states import sequence_slot, state_offsets
 from ..stages.launch import StageCall, segment_layout, state_arguments
 from ..stages.segments import compose, transition_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import ACC, BV, LEFT, LINES, C, as_left, from_lines, load_halves, loader_offsets, store_halves
 from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_decision, make_ring
-from .device.portable import chunks_of, planned_segments, sequence_slot, span_count, state_offsets, states_fit
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
 from .device.trial import may_forget, trial
@@ -51,7 +53,7 @@ def plan_segments(
     for base in range(0, N, 128):
         n = base + lane
         chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C)
-        segments = planned_segments(
+        segments = planned_parts(
             chunks,
             total,
             room,

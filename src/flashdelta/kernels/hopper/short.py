@@ -17,13 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...program.launch import Launch
 from ...program.plan import Outputs, Step
+from ..shared.gates import decay_rate
 from ..shared.scalars import SCALARS_AND_STRIDES
+from ..shared.sequences import own_work_tile
+from ..shared.states import sequence_slot
 from ..stages.backward_pass import StageSet
 from ..stages.launch import state_arguments
 from .device.compat import barrier, reinterpret
 from .device.layouts import ACC, ACC_HALF, BV, LEFT, ROWS, C, as_left, beside, store_transposed
 from .device.math import beta_value, exp2, gate_bias, gate_unit, mma, mma_first, token_offset, wide
-from .device.portable import decay_rate, locate, sequence_slot
 from .launch import bind_div8
 from .prepare import FLAT, TILE, copy_tokens, load_bias
 from .prepare_steps import (
@@ -167,7 +169,7 @@ def short_kernel(
         for each chunk:  g, k, q, v --> `prepare_steps` --> -w, qa, kb, inverse | Aqk, decay    (shared memory)
             for each slice:  S --> two steps as in `recurrence` --> o, S
     """
-    _, head, n, batch, begin, end = locate(cu_seqlens, T, HV, 1)
+    _, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, 1)
     rate = decay_rate(A_log, head, volatile=True)
     own, read, stored = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final

@@ -27,27 +27,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
+from ..shared.gates import AHEAD, beta_of, decay_rate, log2_decay
+from ..shared.mma import two_parts
+from ..shared.norms import L2_EPS
+from ..shared.records import COUNTS, open_record, record_values, store_decay_and_key
 from ..shared.scalars import SCALARS
-from ..stages.decode import decode_states, step_arguments
+from ..shared.sequences import at_token, end_of_few, own_work_tile
+from ..shared.states import everywhere, start_slot
+from ..stages.decode import step_arguments
 from ..stages.launch import Config, launch
 from .device.math import dot3, multiply, pick, store_parts
-from .device.portable import (
-    AHEAD,
-    L2_EPS,
-    RECORD_COUNTS,
-    at_token,
-    decay_rate,
-    end_of_few,
-    everywhere,
-    exact_beta,
-    exact_log2_decay,
-    locate,
-    open_record,
-    record_values,
-    source_slot,
-    store_decay_and_key,
-    two_parts,
-)
 from .launch import aligned
 
 STEP = gl.constexpr(32)
@@ -272,7 +261,7 @@ def verify_kernel(
 
     gdc_wait()
     gdc_launch_dependents()
-    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, 1)
+    slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, 1)
     count = (end_of_few(begin, end, most_tokens) - begin).to(gl.int32)
     there = count > 0
     qk_head = (head.to(gl.int32) // group).to(gl.int64)
@@ -280,7 +269,7 @@ def verify_kernel(
     v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, begin, head)
     beta, o = at_token((beta, o), (beta_batch, beta_token, beta_head, o_batch, o_token, o_head), batch, begin, head)
 
-    slot, live, read = source_slot(
+    slot, live, read = start_slot(
         *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
         *(most_tokens, lowest, start_slots, target_slots, False),
     )
@@ -323,15 +312,15 @@ def verify_kernel(
     records, recorded = open_record(
         *(records, starts, targets, n, head, slot, count, slice_),
         *(start_row, target_row, target_pitch, lowest, start_slots, target_slots),
-        *(gl.arange(0, RECORD_COUNTS, layout=gl.SliceLayout(1, norm_l)), K, V),
+        *(gl.arange(0, COUNTS, layout=gl.SliceLayout(1, norm_l)), K, V),
     )
 
     tile_k = tile_k.to(gl.float32)
-    exp_g = gl.exp2(exact_log2_decay(tile_g.to(gl.float32) + bias[None, :], rate, lower_bound, GATE))
+    exp_g = gl.exp2(log2_decay(tile_g.to(gl.float32) + bias[None, :], rate, lower_bound, GATE))
     in_records = token.to(gl.int64)[:, None] * target_step + key[None, :]
     store_decay_and_key(records, in_records, everywhere(in_records, recorded) & tile, exp_g, tile_k, K)
     if ONE_MORE:
-        more_exp_g = gl.exp2(exact_log2_decay(more_g + bias, rate, lower_bound, GATE))
+        more_exp_g = gl.exp2(log2_decay(more_g + bias, rate, lower_bound, GATE))
         in_record = TOKENS * target_step + key
         store_decay_and_key(records, in_record, everywhere(key, recorded & more), more_exp_g, more_k, K)
         decay = gl.reduce(gl.where(tile, exp_g, 1.0), 0, multiply) * more_exp_g * AHEAD
@@ -358,7 +347,7 @@ def verify_kernel(
     if L2NORM:
         norm_k = gl.rsqrt(gl.sum(own_k * own_k, axis=1) + L2_EPS)
         norm_q = gl.rsqrt(gl.sum(own_q * own_q, axis=1) + L2_EPS)
-    strength = exact_beta(own_beta.to(gl.float32), BETA) * norm_k
+    strength = beta_of(own_beta.to(gl.float32), BETA) * norm_k
     if BOUNDED:
         factors_s = gl.allocate_shared_memory(gl.float32, [3, TOKENS], lines)
         strength_s, decayed_s, norm_s = factors_s.index(0), factors_s.index(1), factors_s.index(2)
@@ -375,7 +364,7 @@ def verify_kernel(
         if L2NORM:
             more_norm_k = gl.rsqrt(gl.sum(more_own_k * more_own_k) + L2_EPS)
             more_norm_q = gl.rsqrt(gl.sum(more_own_q * more_own_q) + L2_EPS)
-        more_strength = exact_beta(more_beta.to(gl.float32), BETA) * more_norm_k
+        more_strength = beta_of(more_beta.to(gl.float32), BETA) * more_norm_k
         more_diagonal = gl.sum(more_own_q * more_own_k)
 
     if BOUNDED:
@@ -483,14 +472,10 @@ def max_registers(problem: StepProblem, tokens: int, sms: int) -> int | None:
 
 def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch] | None:
     """Speculative tokens into a replay buffer. None where states lie on no 16 bytes."""
-    states = decode_states(problem, t, None)
-    if not aligned(states.initial, 16):
+    own = step_arguments(problem, t, outputs)
+    if not aligned(own["initial_state"], 16):
         return None
     tokens = next((x for x in (4, 8) if problem.most_tokens <= x), 16)
-    own = dict(
-        **step_arguments(problem, t, states, outputs["o"]),
-        **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
-    )
-    cap = max_registers(problem, tokens, sm_count(t.device))
-    c = Config(problem.V // 32, max_registers=cap)
+    own |= dict(TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens)
+    c = Config(problem.V // 32, max_registers=max_registers(problem, tokens, sm_count(t.device)))
     return [launch(verify_kernel, problem.N * problem.HV, problem, t, own, c, overlaps=True)]

@@ -25,6 +25,7 @@ from triton.language import condition
 from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
+from ..shared.gates import LOG2E, decay_rate
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import AXES, chunks
 from ..stages.wy import Parts, WyOperands, wy_results
@@ -42,7 +43,6 @@ from .device.math import (
     wide,
 )
 from .device.pipeline import make_channel, next_phase
-from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
 from .device.tma import load_tiles, tma_store, wait_tiles
 from .launch import TILE, bind_div8, describe, stride_div8

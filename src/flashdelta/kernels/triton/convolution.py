@@ -201,9 +201,8 @@ def store_last(
     place = tl.arange(0, 4)[None, :]
     position = end - begin - L + place
     present = inside[:, None] & (place < L)
-    own = tl.load(rows[:, None] + (begin + position) * token_stride, mask=present & (position >= 0), other=0.0).to(
-        tl.float32
-    )
+    own = tl.load(rows[:, None] + (begin + position) * token_stride, mask=present & (position >= 0), other=0.0)
+    own = own.to(tl.float32)
     kept = tl.load(
         initial + slot * initial_slot + channel[:, None] * initial_channel + (L + position) * initial_input,
         mask=only_if(present & (position < 0), read != 0),
@@ -498,25 +497,8 @@ class ConvolutionConfig:
     GROUPS: int = 1
 
 
-@dataclass(frozen=True)
-class ThreadConfig:
-    """Bytes that a thread loads of a token, warps of a CTA, tokens ahead, most registers, and how many CTAs an SM then has."""
-
-    bytes: int
-    warps: int
-    ahead: int
-    max_registers: int
-    ctas: int
-
-    def channels(self, problem: ConvolutionProblem) -> int:
-        """Channels of a warp whose threads all have their own."""
-        return 32 * self.bytes // problem.dtype.itemsize
-
-
-FORWARD, BACKWARD = ThreadConfig(8, 2, 16, 128, 8), ThreadConfig(8, 4, 4, 168, 3)
-SINGLE_TILE = ThreadConfig(8, 4, 6, 168, 3)
-"""A forward tile has the tokens that are loaded at once. `SINGLE_TILE`: of the backward pass with all tokens in a tile, and
-without states, with which six tokens ahead spill more than four."""
+THREAD_BYTES = 8
+"""Bytes that a thread loads of a token."""
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Fewest and most tokens of a group of a tile: each reads `W - 1` tokens of the one before."""
@@ -530,40 +512,27 @@ MOST_AT_ONCE = 256
 
 def convolution_config(problem: ConvolutionProblem, device: torch.device, backward: bool = False) -> ConvolutionConfig:
     """Chooses sizes. Tiles of the backward pass are as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group
-    at most."""
+    at most. An SM has three of its CTAs of four warps."""
     whole = triton.next_power_of_2(problem.D)
+    of_warp = 32 * THREAD_BYTES // problem.dtype.itemsize  # channels, if all threads have their own
     if not backward:
-        threads = FORWARD
-        BD = max(32, min(threads.warps * threads.channels(problem), whole))
-        warps = max(1, BD // threads.channels(problem))
-        return ConvolutionConfig(threads.ahead, BD, warps, threads.ahead, threads.max_registers)
-    stated = problem.has_initial_state or problem.output_final_state
-    single = one_tile(problem, device, BACKWARD if stated else SINGLE_TILE)
-    if single is not None:
-        return single
-    threads = BACKWARD
-    wave, tokens = sm_count(device) * threads.ctas, problem.B * problem.T
-    narrowest = NARROWEST // problem.dtype.itemsize
+        # a tile has the tokens that are loaded at once
+        BD = max(32, min(2 * of_warp, whole))
+        return ConvolutionConfig(16, BD, max(1, BD // of_warp), AHEAD=16, max_registers=128)
+    wave, most, narrowest = 3 * sm_count(device), 4 * of_warp, NARROWEST // problem.dtype.itemsize
+    # one tile with all tokens leaves no sums to add, if blocks of some channels fill one wave
+    BD = max(narrowest, min(most, triton.next_power_of_2(-(-problem.D // wave))))
+    fits = problem.B == 1 and not problem.packed and MOST_AT_ONCE * (most // BD) >= problem.T
+    if fits and 0.85 * wave < -(-problem.D // BD) <= wave:
+        # with states six tokens ahead spill more than four
+        ahead = 4 if problem.has_initial_state or problem.output_final_state else 6
+        return ConvolutionConfig(max(1, problem.T), BD, 4, ahead, max_registers=168, GROUPS=most // BD)
     BD = max(narrowest, min(4 * narrowest, whole))
-    groups = threads.channels(problem) * threads.warps // BD
-    blocks = -(-problem.D // BD)
+    tokens, groups, blocks = problem.B * problem.T, most // BD, -(-problem.D // BD)
     waves = max(1, -(-tokens * blocks // (wave * MOST_TOKENS * groups)))
-    BT, unit = -(-tokens // max(1, wave * waves // blocks)), threads.ahead * groups
+    BT, unit = -(-tokens // max(1, wave * waves // blocks)), 4 * groups
     BT = max(FEWEST_TOKENS * groups, -(-BT // unit) * unit)
-    return ConvolutionConfig(BT, BD, threads.warps, threads.ahead, threads.max_registers, groups)
-
-
-def one_tile(problem: ConvolutionProblem, device: torch.device, threads: ThreadConfig) -> ConvolutionConfig | None:
-    """A tile with all tokens, which leaves no sums to add, if blocks of some channels fill one wave."""
-    wave, most = sm_count(device) * threads.ctas, threads.warps * threads.channels(problem)
-    BD = triton.next_power_of_2(-(-problem.D // wave))
-    BD = max(NARROWEST // problem.dtype.itemsize, min(most, BD))
-    groups = most // BD
-    if problem.B > 1 or problem.packed or not 0.85 * wave < -(-problem.D // BD) <= wave:
-        return None
-    if groups * MOST_AT_ONCE < problem.T:
-        return None
-    return ConvolutionConfig(max(1, problem.T), BD, threads.warps, threads.ahead, threads.max_registers, groups)
+    return ConvolutionConfig(BT, BD, 4, AHEAD=4, max_registers=168, GROUPS=groups)
 
 
 def token_tiles(problem: ConvolutionProblem, c: ConvolutionConfig) -> tuple[int, int]:

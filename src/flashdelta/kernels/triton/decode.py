@@ -34,7 +34,7 @@ from ..shared.records import record_values, store_decay_and_key
 from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets, target_slot
-from ..stages.decode import DECODE_FEW, DecodeStates, decode_states, step_arguments
+from ..stages.decode import DECODE_FEW, step_arguments
 from ..stages.launch import Config, launch
 
 CHANNELS_A_THREAD = tl.constexpr(4)
@@ -63,12 +63,8 @@ def store_tile(states, at, state, stored, STREAM):
 @triton.jit
 def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, key):
     """Token `t` as it lies in memory: rows of q, k, g `[K]`, and beta. Zeros if it is not `there`."""
-    return (
-        load_row(q + t * q_token, key, there),
-        load_row(k + t * k_token, key, there),
-        load_row(g + t * g_token, key, there),
-        tl.load(beta + t * beta_token, mask=there, other=0.0),
-    )
+    rows = (load_row(q + t * q_token, key, there), load_row(k + t * k_token, key, there))
+    return rows + (load_row(g + t * g_token, key, there), tl.load(beta + t * beta_token, mask=there, other=0.0))
 
 
 @triton.jit
@@ -225,16 +221,10 @@ def _channels(problem: StepProblem, elements: int) -> int:
 def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
     c = decode_config(problem, arch)
-    states = decode_states(problem, t, outputs.get("final_state"))
-    own = dict(**step_arguments(problem, t, states, outputs["o"]), **decode_kinds(problem, states))
-    ctas = problem.N * problem.HV * (problem.V // c.BV)
-    return [launch(decode_kernel, ctas, problem, t, own, c, overlaps=arch >= 90)]
-
-
-def decode_kinds(problem: StepProblem, states: DecodeStates) -> dict[str, object]:
-    """Compile-time arguments that say which tokens there are and where states go."""
-    return dict(
+    own = dict(
+        **step_arguments(problem, t, outputs),
         SINGLE=problem.T == 1 and not problem.packed,
         EACH=2 if problem.has_intermediate else problem.stores_each_state,
-        **dict(IN_PLACE=problem.has_pool, TWO_POOLS=states.two_pools),
     )
+    ctas = problem.N * problem.HV * (problem.V // c.BV)
+    return [launch(decode_kernel, ctas, problem, t, own, c, overlaps=arch >= 90)]

@@ -32,7 +32,7 @@ from ..shared.records import COUNTS, open_record
 from ..shared.scalars import SCALARS
 from ..shared.sequences import end_of_few, own_work_tile
 from ..shared.states import everywhere, last_accepted, named_slot, placed, start_slot, state_offsets, target_slot
-from ..stages.fused_decode import fused_arguments
+from ..stages.decode import DECODE_FEW, fused_arguments
 from ..stages.launch import Config, launch
 from .decode import factors, load_tile, record, step, store_tile
 
@@ -269,12 +269,8 @@ def fused_decode_kernel(
                 row_q, _ = convolved(x_q, from_q, w_q, b_q, t, q_token, conv_place, weight_tap, live, K, W, SINGLE)
                 row_k, _ = convolved(x_k, from_k, w_k, b_k, t, k_token, conv_place, weight_tap, live, K, W, SINGLE)
                 row_v, _ = convolved(x_v, from_v, w_v, b_v, t, v_token, conv_place, weight_tap, live, V, W, SINGLE)
-                rows = (
-                    part(row_q, 0, K),
-                    part(row_k, 0, K),
-                    tl.load(gates + t * g_token),
-                    tl.load(betas + t * beta_token),
-                )
+                rows = (part(row_q, 0, K), part(row_k, 0, K))
+                rows += (tl.load(gates + t * g_token), tl.load(betas + t * beta_token))
                 token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
                 state, out, written = step_tiles(state, row_v, token, V, A_THREAD)
                 if EACH == 1:
@@ -296,10 +292,6 @@ def fused_decode_kernel(
                 roll(x_k, to_k, from_k, length, k_token, conv_place, live, K, W)
 
 
-FEW = 256
-"""States up to which they stay in the L2 cache, as in `decode`."""
-
-
 ONE_WAVE = 396
 """CTAs of four warps with 168 registers a thread that an H100 or H200 holds at the same time, three an SM."""
 
@@ -308,7 +300,7 @@ def fused_config(problem: FusedProblem, arch: int) -> Config:
     """Gives each channel a thread: rows of q, k, v and their windows are read once, and it has up to 128 elements of a
     state. Two threads share a channel for one token, in chains half as long; but where states in bfloat16 come in more than
     one wave, three CTAs of four warps an SM have more of them in flight."""
-    many = problem.T > 1 or problem.packed or problem.N * problem.HV > FEW
+    many = problem.T > 1 or problem.packed or problem.N * problem.HV > DECODE_FEW
     single = problem.T == 1 and not problem.packed
     warps = max(1, min(problem.K, problem.V) // 32)
     if single and problem.state_dtype == torch.bfloat16 and problem.N * problem.H > ONE_WAVE:

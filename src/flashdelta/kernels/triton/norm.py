@@ -9,7 +9,6 @@ Contract (`reference.norm` is the definition), with `r = 1 / sqrt(mean(x^2) + ep
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import quick_sigmoid
 from ..shared.scalars import SCALARS
-from ..stages.launch import launch
+from ..stages.launch import Config, launch
 from .sums import sums
 
 
@@ -36,9 +35,6 @@ def row_offsets(row, T, H, batch_stride, token_stride, head_stride):
     token = row // heads
     in_batch = (token // tokens).to(tl.int64) * batch_stride + (token % tokens).to(tl.int64) * token_stride
     return in_batch + (row % heads).to(tl.int64) * head_stride
-
-
-####
 
 
 @triton.jit
@@ -133,33 +129,16 @@ def norm_backward_kernel(
     tl.store(partials + at, tl.sum(total, axis=0)[None, :], mask=value < V)
 
 
-@dataclass(frozen=True)
-class NormConfig:
-    """`ctas`: of an SM, for the backward pass, whose CTAs are rows that `sums` adds."""
+TILE = 2048
+"""Elements of a tile of each tensor, or more for a longer row."""
 
-    BV: int
-    ROWS: int
-    num_warps: int
-    ctas: int
+CTAS_AN_SM = 3
+"""CTAs of the backward pass, as many as fit. Each is a row that `sums` adds."""
 
 
-@dataclass(frozen=True)
-class ThreadConfig:
-    """Elements of each tensor a tile, or a row; warps of a CTA, more for long rows; CTAs of an SM in the backward pass, as many
-    as fit."""
-
-    elements: int
-    warps: int
-    ctas: int = 0
-
-
-FORWARD, BACKWARD = ThreadConfig(2048, 8), ThreadConfig(2048, 4, 3)
-
-
-def norm_config(problem: NormProblem, backward: bool = False) -> NormConfig:
-    threads = BACKWARD if backward else FORWARD
-    BV = max(16, triton.next_power_of_2(problem.V))
-    return NormConfig(BV, max(1, threads.elements // BV), max(threads.warps, min(BV // 256, 16)), threads.ctas)
+def norm_config(BV: int, warps: int) -> Config:
+    """`warps` of a CTA, more for long rows."""
+    return Config(max(warps, min(BV // 256, 16)))
 
 
 def row_layout(x: Tensor) -> Tensor:
@@ -169,27 +148,26 @@ def row_layout(x: Tensor) -> Tensor:
 
 def arguments(problem: NormProblem, t: NormTensors) -> dict[str, Any]:
     """Arguments that both kernels take under other names than the call's, or as rows."""
-    x = row_layout(t.x)
-    sizes = dict(rows=x.shape[:3].numel(), T=max(x.shape[1], 1), H=max(x.shape[2], 1))
+    x, BV = row_layout(t.x), max(16, triton.next_power_of_2(problem.V))
+    sizes = dict(rows=x.shape[:3].numel(), T=max(x.shape[1], 1), H=max(x.shape[2], 1), BV=BV, ROWS=max(1, TILE // BV))
     return dict(x=x, z=row_layout(t.z), **sizes, SIGMOID=problem.activation == "sigmoid")
 
 
 def gated_rms_norm(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> list[Launch]:
-    c = norm_config(problem)
     own = dict(arguments(problem, t), o=outputs["o"])
-    return [launch(norm_kernel, -(-own["rows"] // c.ROWS), problem, t, own, c, overlaps=arch >= 90)]
+    c = norm_config(own["BV"], warps=8)
+    return [launch(norm_kernel, -(-own["rows"] // own["ROWS"]), problem, t, own, c, overlaps=arch >= 90)]
 
 
 def backward(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
-    c, overlaps = norm_config(problem, backward=True), arch >= 90
-    own = arguments(problem, t)
-    tiles = -(-own["rows"] // c.ROWS)
-    partials = t.memory.new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32)
+    own, overlaps = arguments(problem, t), arch >= 90
+    tiles = -(-own["rows"] // own["ROWS"])
+    partials = t.memory.new((max(1, min(tiles, CTAS_AN_SM * sm_count(t.device))), 1, problem.V), torch.float32)
     dtypes = {"x": problem.dtype, "z": problem.output_dtype}
     outputs |= {role: t.memory.new(problem.shape, dtype) for role, dtype in dtypes.items()}
     grads = {f"d{role}": outputs[role] for role in dtypes}
     own |= dict(**grads, do=row_layout(t.do), partials=partials, tile_count=tiles)
-    yield launch(norm_backward_kernel, partials.shape[0], problem, t, own, c, overlaps)
+    yield launch(norm_backward_kernel, partials.shape[0], problem, t, own, norm_config(own["BV"], warps=4), overlaps)
     outputs["weight"] = dweight = t.memory.new(t.weight.shape, t.weight.dtype)
     yield sums(partials, dweight, None, overlaps)

@@ -166,18 +166,13 @@ def plan(call: StageCall, room: int) -> Launch:
     return launch(plan_kernel, 1, call.problem, call.t, own)
 
 
-def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> Launch:
-    where = call.left("transitions", "offsets", "first_segment")
-    return _transitions(call, segments, where, final_state)
-
-
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
     """Transitions of the sequences that go on to the next rank (`stages/merge.py`)."""
     where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], first_segment=None)
-    return _transitions(call, call.problem.packets, where, None)
+    return transitions(call, call.problem.packets, where, None)
 
 
-def _transitions(call: StageCall, segments: int, where: dict[str, Any], final_state: Tensor | None) -> Launch:
+def transitions(call: StageCall, segments: int, where: dict[str, Any], final_state: Tensor | None) -> Launch:
     problem, t = call.problem, call.t
     c, BV = recurrence_config(problem, call.arch), transitions_width(problem, call.arch)
     own = dict(
@@ -194,4 +189,5 @@ def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]
     if not call.forms_segments:
         return []
     most, at_once = call.workspace["starts"].shape[0], room(call.problem, call.arch, sm_count(call.t.device))
-    return [plan(call, at_once), transitions(call, most, final_state), compose(call, final_state)]
+    where = call.left("transitions", "offsets", "first_segment")
+    return [plan(call, at_once), transitions(call, most, where, final_state), compose(call, final_state)]

@@ -45,7 +45,7 @@ from ..shared.records import COUNTS, open_record, record_values, store_decay_and
 from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot, state_offsets
-from ..stages.decode import decode_states, step_arguments
+from ..stages.decode import step_arguments
 from ..stages.launch import Config, launch
 from .sub_chunks import pair_mask
 
@@ -341,11 +341,10 @@ def verify_config(problem: StepProblem) -> Config:
 def verify(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Speculative tokens into a replay buffer."""
     c = verify_config(problem)
-    states = decode_states(problem, t, None)
     tokens = 8 if problem.most_tokens <= 8 else 16
     own = dict(
-        **step_arguments(problem, t, states, outputs["o"]),
-        **dict(records=states.final, TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
+        **step_arguments(problem, t, outputs),
+        **dict(TOKENS=tokens, ONE_MORE=problem.most_tokens > tokens),
         SPLIT=max(1, min(c.num_warps, problem.K // 16)),
         MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ... import __version__, backends
-from ...runtime.devices import find_device
+from ...problem.arguments import find_device
 from ..devices import default_device
 from ..files import to_json
 
@@ -55,9 +54,8 @@ def _end(report: dict, show: Callable[[dict, Console], None], json: bool, passed
 
 
 def _backend(name: str) -> str:
-    known = ("auto", *(backend.name for backend in backends.BACKENDS))
-    if name not in known:
-        raise typer.BadParameter(f"must be one of {', '.join(known)}; got {name!r}")
+    if name not in backends.NAMES:
+        raise typer.BadParameter(f"must be one of {', '.join(backends.NAMES)}; got {name!r}")
     return name
 
 
@@ -67,9 +65,7 @@ def _device(name: Optional[str]) -> str:
 
 
 Backend = Annotated[str, typer.Option(callback=_backend, help="auto, or a backend by name.")]
-Device = Annotated[
-    Optional[str], typer.Option(callback=_device, help="Where to run.", show_default="the GPU if there is one")
-]
+Device = Annotated[Optional[str], typer.Option(callback=_device, help="Where to run.", show_default="the GPU if any")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
@@ -115,13 +111,9 @@ def verify(
 
 @app.command()
 def demo(
-    prompt: Annotated[
-        Optional[str], typer.Option(help="Text to continue, printable ASCII.", show_default="a built-in text")
-    ] = None,
+    prompt: Annotated[Optional[str], typer.Option(help="Printable ASCII to continue.", show_default="built in")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Characters to write.")] = 300,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Of the sampling; 0 always takes the likeliest character.")
-    ] = 0.5,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest character.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     requests: Annotated[
         Optional[int], typer.Option(min=1, help="Instead: so many requests, joining and leaving a running batch.")
@@ -136,19 +128,18 @@ def demo(
     from .demo import run_demo, show
     from .verify import saying
 
-    if requests is not None:
-        from . import batching
-
-        given: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed, "prompt": prompt}
-        with _bad_parameters(), saying(not json) as say:
-            say(f"serving {requests} requests; kernels compile on first use")
-            served = batching.run_batch(requests=requests, slots=slots, **given, backend=backend, device=device)
-        _end(asdict(served), batching.show, json, served.checked)
-    sampling: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed}
+    given: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed}
+    given |= {"backend": backend, "device": torch.device(device)}
     with _bad_parameters(), saying(not json) as say:
-        say(f"writing {tokens} characters; kernels compile on first use")
-        result = run_demo(prompt=prompt, **sampling, backend=backend, device=device)
-    _end(asdict(result), show, json, result.checked)
+        if requests is not None:
+            from . import batching
+
+            say(f"serving {requests} requests; kernels compile on first use")
+            report, show_report = batching.run_batch(requests=requests, slots=slots, **given), batching.show
+        else:
+            say(f"writing {tokens} characters; kernels compile on first use")
+            report, show_report = run_demo(**given), show
+    _end(report, show_report, json, report["checked"])
 
 
 @app.command()
@@ -163,7 +154,7 @@ def export(
         Optional[list[str]], typer.Option(help="K,V,C, as in 128,128,64; repeatable.", show_default="all four")
     ] = None,
     gate: Annotated[
-        Optional[list[str]], typer.Option(help="none or logsigmoid; repeatable.", show_default="both")
+        Optional[list[str]], typer.Option(help="none, logsigmoid; repeatable.", show_default="both")
     ] = None,
     precision: Annotated[
         Optional[list[str]], typer.Option(help="tf32x3 or ieee, of prefill_f32; repeatable.", show_default="tf32x3")

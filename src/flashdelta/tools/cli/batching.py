@@ -9,7 +9,6 @@ depend on the others, so that a request gets the text that it gets alone; the de
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,9 @@ from rich.text import Text
 from torch import Tensor
 
 from ...nn.lm import VOCABULARY, KdaLanguageModel, decode, encode
-from ..devices import capture, synchronize
+from ..devices import capture
 from ..files import counted
-from .demo import DEFAULT_PROMPT, demo_model, one_thread, place, show_check
+from .demo import DEFAULT_PROMPT, demo_model, one_thread, place, show_check, timed
 
 PROMPTS = (
     DEFAULT_PROMPT,
@@ -48,29 +47,6 @@ class Request:
     tokens: int
     seed: int
     arrival: int
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """Texts that a run wrote, and how it went.
-
-    `tokens_per_s`: written tokens of all requests over the seconds of the run, prefills included, without compilation. `joined`
-    and `left`: the steps at which each request did. `most_running`: requests at a time. `checked`: each one's text is the one
-    that it gets alone in the batch.
-    """
-
-    prompts: list[str]
-    continuations: list[str]
-    joined: list[int]
-    left: list[int]
-    slots: int
-    steps: int
-    most_running: int
-    tokens_per_s: float
-    graph: bool
-    device: str
-    dtype: str
-    checked: bool
 
 
 class Batch:
@@ -153,26 +129,10 @@ def serve(batch: Batch, requests: Sequence[Request]) -> tuple[list[str], list[in
     return [decode(texts[i].cpu()) for i in range(len(requests))], joined, left, most
 
 
-def make_requests(count: int, tokens: int, seed: int, prompt: str | None) -> list[Request]:
-    """Prompts in turn, lengths from all of `tokens` to a quarter."""
-    return [
-        Request(prompt or PROMPTS[i % len(PROMPTS)], max(1, tokens * (4 - i % 4) // 4), seed + i, i * STEPS_APART)
-        for i in range(count)
-    ]
-
-
 @one_thread()
 def run_batch(
-    *,
-    requests: int = 8,
-    slots: int = 4,
-    tokens: int = 300,
-    temperature: float = 0.5,
-    seed: int = 0,
-    prompt: str | None = None,
-    backend: str = "auto",
-    device: str | None = None,
-) -> BatchResult:
+    requests: int, slots: int, tokens: int, temperature: float, seed: int, prompt: str | None, backend: str, device: Any
+) -> dict[str, Any]:
     """Serves requests with the model in the package. Prints nothing.
 
     Args:
@@ -182,26 +142,32 @@ def run_batch(
         prompt: of all requests, printable ASCII; None takes prompts of our own.
         temperature, seed, backend, device: as in `run_demo`.
 
+    Returns:
+        Texts that the run wrote, and how it went. `tokens_per_s`: written tokens of all requests over the seconds of the run,
+        prefills included, without compilation. `joined` and `left`: the steps at which each request did. `most_running`:
+        requests at a time. `checked`: each one's text is the one that it gets alone in the batch.
+
     Raises:
-        ValueError: an argument that does not fit, a device that is not there, or a backend that can't run on it.
+        ValueError: as `run_demo`.
     """
-    model = demo_model(prompt, temperature, backend, device, requests=requests, slots=slots, tokens=tokens)
-    asked = make_requests(requests, tokens, seed, prompt)
+    model = demo_model(prompt, backend, device)
+    asked = [  # prompts in turn, lengths from all of `tokens` to a quarter
+        Request(prompt or PROMPTS[i % len(PROMPTS)], max(1, tokens * (4 - i % 4) // 4), seed + i, i * STEPS_APART)
+        for i in range(requests)
+    ]
     batch = Batch(model, slots, max(request.tokens for request in asked), temperature)
     for text in {request.prompt for request in asked}:  # compiles what the timed run will use
         serve(batch, [Request(text, min(2, tokens), 0, 0)])
-    if model.device.type == "cuda":
+    graph = model.device.type == "cuda"
+    if graph:
         batch.capture()
-    synchronize(model.device)
-    began = time.perf_counter()
-    texts, joined, left, most = serve(batch, asked)
-    synchronize(model.device)
-    seconds = time.perf_counter() - began
+    (texts, joined, left, most), seconds = timed(lambda: serve(batch, asked), model.device)
     alone = [serve(batch, [request])[0][0] for request in asked]
-    prompts, speed = [request.prompt for request in asked], sum(request.tokens for request in asked) / seconds
-    graph, checked = model.device.type == "cuda", texts == alone
-    counts: dict[str, Any] = dict(slots=slots, steps=max(left), most_running=most, tokens_per_s=speed)
-    return BatchResult(prompts, texts, joined, left, **counts, graph=graph, checked=checked, **place(model))
+    return dict(
+        **dict(prompts=[request.prompt for request in asked], continuations=texts, joined=joined, left=left),
+        **dict(slots=slots, steps=max(left), most_running=most, graph=graph, checked=texts == alone, **place(model)),
+        tokens_per_s=sum(request.tokens for request in asked) / seconds,
+    )
 
 
 def show(report: dict, console: Console) -> None:

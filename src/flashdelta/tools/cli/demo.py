@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -19,10 +18,8 @@ from rich.text import Text
 from torch import Tensor
 
 from ...nn.lm import KdaLanguageModel, decode, encode, load_model
-from ...problem.arguments import positive
-from ...problem.errors import wrong
-from ...runtime.devices import find_device
-from ..devices import default_device, synchronize
+from ...problem.errors import rule
+from ..devices import synchronize
 
 DEFAULT_PROMPT = (
     "A function is called with its arguments in parentheses. When the function returns, the value of the call is the "
@@ -35,28 +32,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """On the relative error of the logits: rounding of the compute dtype, through every layer."""
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """Text that a demo run wrote, its speed and the outcome of the check.
-
-    `prefill_tokens_per_s` and `decode_tokens_per_s` are of one sequence, without compilation. `backend` names what ran
-    the kernels (`"a (prefill), b (decode)"` if two did), `device` and `dtype` where and in what.
-    `agreement_error` is `||decoded - whole|| / ||whole||` over the logits of prefill and decode against one whole
-    prefill; `checked` says that it is within tolerance and that every clear best guess is the same.
-    """
-
-    prompt: str
-    continuation: str
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    backend: str
-    device: str
-    dtype: str
-    parameters: int
-    agreement_error: float
-    checked: bool
 
 
 @contextlib.contextmanager
@@ -72,14 +47,8 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def run_demo(
-    *,
-    prompt: str | None = None,
-    tokens: int = 300,
-    temperature: float = 0.5,
-    seed: int = 0,
-    backend: str = "auto",
-    device: str | None = None,
-) -> DemoResult:
+    *, prompt: str | None, tokens: int, temperature: float, seed: int, backend: str, device: torch.device
+) -> dict:
     """Continues `prompt` by `tokens` characters with the model in the package. Prints nothing.
 
     Args:
@@ -88,17 +57,19 @@ def run_demo(
         temperature: 0 always writes the likeliest character; above, samples.
         seed: of the sampling.
         backend: `"auto"` or a backend's name, as in `flashdelta.chunk_kda`.
-        device: `"cpu"`, `"cuda"` or `"cuda:1"`; None takes a GPU where there is one. A GPU computes in bfloat16, a CPU
-            in float32.
+        device: where to run. A GPU computes in bfloat16, a CPU in float32.
 
     Returns:
-        The text, its speed and the outcome of the check; a failed check is `checked=False`, not an error.
+        The text, its speed and the outcome of the check. Tokens per second are of one sequence, without compilation.
+        `backend` names what ran the kernels (`"a (prefill), b (decode)"` if two did). `agreement_error` is
+        `||decoded - whole|| / ||whole||` over the logits of prefill and decode against one whole prefill; `checked` says that
+        it is within tolerance and that every clear best guess is the same.
 
     Raises:
-        ValueError: an argument that does not fit, a device that is not there, or a backend that can't run on it.
+        ValueError: a prompt that does not fit, or a backend that can't run on the device.
     """
     prompt = DEFAULT_PROMPT if prompt is None else prompt
-    model = demo_model(prompt, temperature, backend, device, tokens=tokens)
+    model = demo_model(prompt, backend, device)
     prompt_tokens = encode(prompt, "prompt")[None].to(model.device)
     written, logits, prefill_s, decode_s = _write(model, prompt_tokens, tokens, temperature, seed)
     error, checked = agreement(model, prompt_tokens, written, logits)
@@ -107,11 +78,11 @@ def run_demo(
     used = {kind: model.blocks[0].attention.explain(1, length).chosen for kind, length in kinds}
     same = len({*used.values()}) == 1
     backend = used["decode"] if same else ", ".join(f"{name} ({kind})" for kind, name in used.items())
-    facts: dict[str, Any] = dict(
-        parameters=sum(p.numel() for p in model.parameters()), agreement_error=error, checked=checked
-    )
     speeds = dict(prefill_tokens_per_s=prefilled / prefill_s, decode_tokens_per_s=tokens / decode_s)
-    return DemoResult(prompt, decode(written[0]), **speeds, backend=backend, **place(model), **facts)
+    return dict(
+        **dict(prompt=prompt, continuation=decode(written[0]), **speeds, backend=backend, **place(model)),
+        **dict(parameters=sum(p.numel() for p in model.parameters()), agreement_error=error, checked=checked),
+    )
 
 
 def place(model: KdaLanguageModel) -> dict[str, Any]:
@@ -121,20 +92,10 @@ def place(model: KdaLanguageModel) -> dict[str, Any]:
     return {"device": name, "dtype": str(model.embedding.weight.dtype).removeprefix("torch.")}
 
 
-def demo_model(prompt: Any, temperature: float, backend: str, device: str | None, **counts: int) -> KdaLanguageModel:
-    """Loads the model in the package, once the arguments are checked; raises as `load_model`, too."""
-    for name, count in counts.items():
-        positive(name, count)
-    if temperature < 0:
-        raise wrong("temperature", temperature, "at least 0")
-    if prompt == "":
-        raise wrong("prompt", "an empty text", "at least one character")
-    where = default_device() if device is None else find_device(device)
-    return load_demo_model(where, torch.bfloat16 if where.type == "cuda" else torch.float32, backend)
-
-
-def load_demo_model(device: torch.device, dtype: torch.dtype, backend: str) -> KdaLanguageModel:
-    """The model in the package; raises as `load_model`."""
+def demo_model(prompt: str | None, backend: str, device: torch.device) -> KdaLanguageModel:
+    """The model in the package, to continue `prompt`."""
+    rule("prompt", prompt != "", "at least one character", "an empty text")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with resources.as_file(resources.files(__package__) / "assets" / WEIGHTS) as path:
         return load_model(path, device=device, dtype=dtype, chunk_size=32, backend=backend)
 
@@ -145,16 +106,16 @@ def _write(model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: fl
     prefill and of decoding."""
     generator = torch.Generator(prompt.device).manual_seed(seed)
     model.generate(prompt, WARMUP_TOKENS)  # compiles what the timed calls will use
-    (logits, caches), prefill_s = _timed(lambda: model(prompt, return_caches=True), prompt.device)
+    (logits, caches), prefill_s = timed(lambda: model(prompt, return_caches=True), prompt.device)
     after_prompt = logits[:, -1]
     steps = model.steps(after_prompt, caches, temperature=temperature, generator=generator)
-    pairs, decode_s = _timed(lambda: [next(steps) for _ in range(tokens)], prompt.device)
+    pairs, decode_s = timed(lambda: [next(steps) for _ in range(tokens)], prompt.device)
     written = torch.stack([token for token, _ in pairs], dim=1)
     logits = torch.stack([after_prompt, *(after for _, after in pairs)], dim=1)
     return written, logits, prefill_s, decode_s
 
 
-def _timed(work: Callable[[], _T], device: torch.device) -> tuple[_T, float]:
+def timed(work: Callable[[], _T], device: torch.device) -> tuple[_T, float]:
     """The result of `work()` and the seconds until the device had it."""
     synchronize(device)
     start = time.perf_counter()

@@ -11,7 +11,7 @@ from rich.console import Console
 import flashdelta
 
 from ...kernels.stages.launch import SHARED_MEMORY
-from ...problem.errors import wrong
+from ...problem.errors import rule
 from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
 from ...problem.problem import DEFAULT_PRECISION
 from ..export.cubins import OPS, compile_kernels, wanted_kernels
@@ -50,6 +50,5 @@ def _chosen(name: str, choice: Choice, known: Sequence[str], convert: Callable[[
     """The values of an option, each once; all that are known where none is given."""
     values = choice.get(name) or known
     for value in values:
-        if value not in known:
-            raise wrong(name, repr(value), f"one of {', '.join(known)}")
+        rule(name, value in known, f"one of {', '.join(known)}", repr(value))
     return [convert(value) for value in dict.fromkeys(values)]

@@ -177,12 +177,6 @@ class Kernel:
     def symbol(self) -> str:
         return f"fd_{self.wanted.label}_sm{self.arch}"
 
-    @property
-    def specific(self) -> bool:
-        """Tells whether the machine code runs on exactly this architecture: Triton compiles sm_90 and newer with features that
-        later ones do not have."""
-        return self.arch >= 90
-
 
 def parameters_of(launch: Launch) -> Parameters:
     """Names and types of what is passed at run time, in order: all but constants and absent tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...problem.errors import wrong
+from ...problem.errors import rule
 from ...problem.operations import PREFILL_GATES, PREFILL_SIZES
 from . import bindings
 from .cubins import OPS, Kernel, parameters_of, wanted_kernels
@@ -22,8 +22,7 @@ def write(kernels: Sequence[Kernel], out: Path, version: str) -> list[Path]:
     Raises:
         ValueError: there is no kernel to write.
     """
-    if not kernels:
-        raise wrong("kernels", "none", "at least one")
+    rule("kernels", len(kernels) > 0, "at least one", "none")
     out.mkdir(parents=True, exist_ok=True)
     texts = {path.name: path.read_text() for path in sorted(C_FILES.iterdir())}
     for mark, text in marks(kernels, version).items():
@@ -79,8 +78,9 @@ def order_of(kernel: Kernel) -> str:
 def row(kernel: Kernel, order: str) -> str:
     """An `fd_kernel`; `order` is the array that lists its parameters."""
     variant = ", ".join(map(str, kernel.wanted.variant()))
+    specific = int(kernel.arch >= 90)  # Triton compiles sm_90 and newer with features that later ones do not have
     return (
-        f'{{{{{variant}}}, {kernel.arch}, {int(kernel.specific)}, "{kernel.entry}", {kernel.symbol}, {kernel.threads}, '
+        f'{{{{{variant}}}, {kernel.arch}, {specific}, "{kernel.entry}", {kernel.symbol}, {kernel.threads}, '
         f"{kernel.shared_bytes}, {kernel.slices}, {int(kernel.overlaps)}, {len(kernel.parameters)}, {order}}}"
     )
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...shared.states import load_state, store_state
 from .compat import copy_async
-from .portable import load_state, store_state
 
 C = gl.constexpr(64)
 """Tokens of a chunk."""

@@ -7,8 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from ...shared.gates import LOG2E
+from ...shared.mma import two_parts
+from ...shared.norms import L2_EPS
 from .layouts import C, row_column
-from .portable import L2_EPS, LOG2E, two_parts
 
 LOWEST = gl.constexpr(-20.0 * 1.4426950408889634)
 """Least log2 decay of one step where decays have no bound: exp(-20) is 2e-9, less than float32 resolves beside 1."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...shared.segments import chunks_of
+from ...shared.sequences import clamp_bounds, span_count
 from .layouts import C
-from .portable import chunks_of, clamp_bounds, span_count
 
 SHORT = gl.constexpr(2)
 """Chunks at a tile's start or end that are not cut off: passing the state on takes as long."""

@@ -13,22 +13,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import base_value
 
-from .compat import aggregate
-from .layouts import BV, C
-from .portable import (
+from ...shared.segments import chunks_of, outgoing_sequence, part_of_span, place_segment, segment_of
+from ...shared.sequences import (
     chunk_of_sequence,
-    chunk_slots,
-    chunks_of,
     clamp_bounds,
-    first_slot,
-    locate_segment,
-    locate_tile,
-    outgoing_sequence,
-    segment_of,
-    segment_part_of_span,
+    first_chunk_slot,
+    locate_work_tile,
+    sequence_chunk_slots,
     span_count,
     span_extent,
 )
+from .compat import aggregate
+from .layouts import BV, C
 from .stream_k import range_tile, range_tiles
 
 # ---- scans ---------------------------------------------------------------------------------------------------------------
@@ -153,7 +149,7 @@ class TileScheduler:
         else:
             passed = slot - tile.slot
             stop = gl.where(tile.stop > 0, tile.stop, passed + chunks)
-            low, high = segment_part_of_span(tile.first, stop, passed, chunks)
+            low, high = part_of_span(tile.first, stop, passed, chunks)
         return end, chunks, low, high
 
     @gluon.jit
@@ -222,7 +218,7 @@ class TileScheduler:
         at = persistent_tile(k, self.outgoing_slices(border, K))
         n, place, goes_on = outgoing_sequence(border, at // self.HV)
         n = gl.maximum(n, 0)
-        batch, begin, end, slot, num_spans, first, stop = locate_segment(
+        batch, begin, end, slot, num_spans, first, stop = place_segment(
             n, 0, 1, self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, self.slots, self.T, C
         )
         chunks = gl.where(goes_on, stop - first, 0)
@@ -241,8 +237,10 @@ class TileScheduler:
         else:
             tile0, chunk0, tile1, chunk1 = self.tile_range
             tile, first, stop = range_tile(k, tile0, chunk0, tile1, chunk1)
-        _, head, n, batch, begin, end = locate_tile(tile, self.cu_seqlens, self.T, self.HV, 1)
-        slot, spans = chunk_slots(self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C)
+        _, head, n, batch, begin, end = locate_work_tile(tile, self.cu_seqlens, self.T, self.HV, 1)
+        slot, spans = sequence_chunk_slots(
+            self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C
+        )
         if self.tile_range is not None and self.checkpoint_offsets is None:
             if stop > 0:
                 end = begin + stop * C
@@ -255,7 +253,7 @@ class TileScheduler:
         """The last `skipped` segments of each sequence are not among the tiles."""
         tile = persistent_tile(k, self.SLICES)
         n, place, places, _ = segment_of(tile // self.HV, self.first_segment, self.N, skipped)
-        batch, begin, end, slot, num_spans, first, stop = locate_segment(
+        batch, begin, end, slot, num_spans, first, stop = place_segment(
             n, place, places, self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, self.slots, self.T, C
         )
         last = place + 1 == places
@@ -348,7 +346,7 @@ def find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T):
             T,
             gl.int32,
         )
-        passed = inside & (first_slot(begins, n, spans, C) <= slot)
+        passed = inside & (first_chunk_slot(begins, n, spans, C) <= slot)
         last = gl.maximum(gl.sum(passed.to(gl.int32)) - 1, 0)
         begin = gl.sum(gl.where(lane == last, begins, 0))
         end = gl.sum(gl.where(lane == last, ends, 0))
