@@ -322,9 +322,9 @@ def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> d
         c.A_log = c.A_log.view(c.sizes["HV"])
     if c.dt_bias is not None and c.dt_bias.dim() == 1:
         c.dt_bias = c.dt_bias.view(getattr(c, g).shape[2:])
-    bound = float(c.lower_bound) if gate == "lower_bound" else None
+    bound = float(c.lower_bound) if gate == "lower_bound" else 0.0
     beta = "value" if not logits else "double_logit" if c.allow_neg_eigval else "logit"
-    settings = dict(scale=scale_of(c, c.q), gate=gate, lower_bound=bound, safe_gate=bound is not None, beta_kind=beta)
+    settings = dict(scale=scale_of(c, c.q), gate=gate, lower_bound=bound, safe_gate=bound < 0, beta_kind=beta)
     return dict(settings, l2norm=bool(c.use_qk_l2norm_in_kernel), state_v_first=bool(c.state_v_first))
 
 
