@@ -715,14 +715,13 @@ class Operation:
             ValueError: anything else; the message names the argument, states the rule and says what came.
         """
         c = Arguments(given, self.called, dry)
-        problem, t = self.validate(c)
+        made = self.validate(c)
         check_gradients(c, self.no_gradients)
-        self.check_contents((problem, t), given, c.tensors, dry)
-        return problem, t
+        self.check_overlaps(c.tensors)
+        self.check_values(made, given, dry)
+        return made
 
-    def check_contents(self, made: Made, given: Mapping[str, Any], tensors: Mapping[str, Any], dry: bool) -> None:
-        """Checks what no shape tells: where the tensors lie, and their values."""
-        self.check_overlaps(tensors)
+    def check_values(self, made: Made, given: Mapping[str, Any], dry: bool) -> None:
         if device_checks.due(made[1], dry):
             device_checks.check(*made, self.name_of, given.get("cu_seqlens_cpu"))
 
