@@ -22,6 +22,7 @@ from flashdelta.problem.operations import PRECISIONS
 from flashdelta.problem.problem import Tensors
 from flashdelta.program.launch import base_of
 from flashdelta.program.plan import Plan
+from flashdelta.program.workspace import FIRST, SLOT, address_of
 from flashdelta.runtime.call import check
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu, takes_hopper
@@ -51,9 +52,10 @@ def kind(x: object, plan: Plan, inputs: list[Tensor], storages: dict[int, int]) 
         return x
     # not so what stands for an absent tensor
     in_slots = tensor.numel() > 0 or tensor.storage_offset() > 0
-    storage, begin = plan.memory.find(tensor) if in_slots else (id(tensor), 0)
-    if in_slots and storage < len(inputs):
-        given = inputs[storage]
+    storage, begin = divmod(address_of(tensor), SLOT) if in_slots else (id(tensor), 0)
+    place = storage - FIRST
+    if in_slots and place < len(inputs):
+        given, begin = inputs[place], begin - plan.memory.begins[place] % SLOT
         storage, begin = given.untyped_storage()._cdata, begin + given.storage_offset() * given.element_size()
     number = storages.setdefault(storage, len(storages))
     where = tensor.dtype, *tensor.shape, *tensor.stride(), number, begin // tensor.element_size()

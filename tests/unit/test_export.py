@@ -20,7 +20,7 @@ from flashdelta.kernels.stages.launch import layout
 from flashdelta.kernels.triton.build import prefill, prefill_layout
 from flashdelta.problem.problem import Problem, Tensors
 from flashdelta.program.launch import Launch
-from flashdelta.program.workspace import Slots, Workspace
+from flashdelta.program.workspace import SLOT, Slots, Workspace, address_of
 from flashdelta.tools.export import bindings, cubins
 from flashdelta.tools.export.cubins import parameters_of, prefill_call, prefill_outputs, sample_decode
 
@@ -267,7 +267,7 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     workspace = prefill_workspace(problem, t.memory)
     parts = {name: workspace[name] for name in ("qg", "kg", "Aqk", "decay", *(("w",) if bf16 else ("h",)))}
     parts |= {"inverse": workspace["Akk_inv"]} if bf16 else {}
-    addresses |= {name: args["workspace"] + t.memory.find(x)[1] for name, x in parts.items()}
+    addresses |= {name: args["workspace"] + address_of(x) % SLOT for name, x in parts.items()}
     if not bf16:
         addresses["v_new"] = args["o"]
     for record, launch in zip(found.launches, want * 3, strict=True):

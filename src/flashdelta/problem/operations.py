@@ -317,9 +317,9 @@ def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> d
         c.A_log = c.A_log.view(c.sizes["HV"])
     if c.dt_bias is not None and c.dt_bias.dim() == 1:
         c.dt_bias = c.dt_bias.view(getattr(c, g).shape[2:])
-    bound = float(c.lower_bound) if gate == "lower_bound" else None
+    bound = float(c.lower_bound) if gate == "lower_bound" else 0.0
     beta = "value" if not logits else "double_logit" if c.allow_neg_eigval else "logit"
-    settings = dict(scale=scale_of(c, c.q), gate=gate, lower_bound=bound, safe_gate=bound is not None, beta_kind=beta)
+    settings = dict(scale=scale_of(c, c.q), gate=gate, lower_bound=bound, safe_gate=bound < 0, beta_kind=beta)
     return dict(settings, l2norm=bool(c.use_qk_l2norm_in_kernel), state_v_first=bool(c.state_v_first))
 
 
@@ -711,14 +711,13 @@ class Operation:
             ValueError: anything else; the message names the argument, states the rule and says what came.
         """
         c = Arguments(given, self.called, dry)
-        problem, t = self.validate(c)
+        made = self.validate(c)
         check_gradients(c, self.no_gradients)
-        self.check_contents((problem, t), given, c.tensors, dry)
-        return problem, t
+        self.check_overlaps(c.tensors)
+        self.check_values(made, given, dry)
+        return made
 
-    def check_contents(self, made: Made, given: Mapping[str, Any], tensors: Mapping[str, Any], dry: bool) -> None:
-        """Checks what no shape tells: where the tensors lie, and their values."""
-        self.check_overlaps(tensors)
+    def check_values(self, made: Made, given: Mapping[str, Any], dry: bool) -> None:
         if device_checks.due(made[1], dry):
             device_checks.check(*made, self.name_of, given.get("cu_seqlens_cpu"))
 

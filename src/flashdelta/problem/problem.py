@@ -81,8 +81,7 @@ class Tensors:
     """Where the tensors lie (`workspace.Slots`)."""
 
     def present(self) -> dict[str, Tensor]:
-        roles = self.__dataclass_fields__
-        return {role: x for role in roles if (x := getattr(self, role)) is not None and role != "memory"}
+        return {role: x for role, x in vars(self).items() if x is not None and role != "memory"}
 
     def caller_outputs(self) -> dict[str, Tensor]:
         """Results by name that are tensors of the caller's."""
@@ -386,11 +385,11 @@ class ConvolutionProblem(SequenceProblem):
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem(SequenceProblem):
     """`beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
-    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`."""
+    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. A gate without a `lower_bound` has 0."""
 
     scale: float
     gate: str
-    lower_bound: float | None = None
+    lower_bound: float = 0.0
     safe_gate: bool = False
     beta_kind: str = "value"
     l2norm: bool = False

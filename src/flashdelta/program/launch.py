@@ -61,13 +61,15 @@ Blackwell GPUs; kernels with 255 registers then spill up to 248 bytes and take u
 
 
 class Prepared(NamedTuple):
-    """A launch made ready: what starts it, and what that takes but for the stream and addresses: those of tensors, and of what
-    tensor descriptors describe, by their place in the call."""
+    """A launch made ready: the function that starts it, and the call of that without stream and addresses. `tensors`, and those
+    `described` by tensor descriptors: positions in the call, and addresses in slots."""
 
     act: Callable[..., object]
     call: list
-    tensors: list[tuple[int, Tensor]]
-    described: list[tuple[int, Tensor]]
+    tensors: list[tuple[int, int]]
+    described: list[tuple[int, int]]
+    nbytes: Sequence[int] = ()
+    """Of the tensors of an exchange."""
     kernel: CompiledKernel | None = None
 
 
@@ -100,21 +102,20 @@ class Launch:
     def prepare(self) -> Prepared:
         """Compiles the kernel, to be launched directly: Triton's own way binds and specialises every argument anew, tens of
         microseconds per launch."""
-        arguments, call = self.arguments, [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments]
-        of_tensors, of_descriptors = _places(tuple(map(type, arguments)))
-        tensors = [(i + ARGUMENTS, x) for i in of_tensors if (x := arguments[i]).numel() > 0]
-        described = [(i + ARGUMENTS, arguments[i].base) for i in of_descriptors]
+        call = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments, *self.constants.values()]
+        of_tensors, of_descriptors = _places(tuple(map(type, self.arguments)), ARGUMENTS)
+        tensors = [(i, at) for i in of_tensors if (at := call[i].data_ptr()) or call[i].numel() > 0]
+        described = [(i, call[i].base.data_ptr()) for i in of_descriptors]
         for i in of_tensors:
-            call[i + ARGUMENTS] = 0
+            call[i] = 0
         for i in of_descriptors:
-            call[i + ARGUMENTS] = replaced(arguments[i], base=None)
-        call += self.constants.values()
+            call[i] = replaced(call[i], base=None)
         if knobs.runtime.interpret:
-            return Prepared(functools.partial(interpret, self), call, tensors, described, None)
+            return Prepared(functools.partial(interpret, self), call, tensors, described)
         kernel = self.compiled()
         act = kernel.run  # loads the machine code, so that there is a function
         call[STREAM + 1 : STREAM + 3] = kernel.function, kernel.packed_metadata
-        return Prepared(act, call, tensors, described, kernel)
+        return Prepared(act, call, tensors, described, kernel=kernel)
 
     def run(self) -> None:
         """Runs the kernel on tensors that have memory, by Triton's own way."""
@@ -145,7 +146,7 @@ _compiled: dict[tuple, CompiledKernel] = {}
 
 
 STREAM, METADATA, ARGUMENTS = 3, 6, 9
-"""Places in the call of a compiled kernel: of the stream, of what profilers see, and of the first argument."""
+"""Positions in the call of a compiled kernel: the stream, what profilers see, the first argument."""
 
 
 def show(kernel: CompiledKernel, call: list) -> None:
@@ -187,7 +188,7 @@ def base_of(x: Any) -> Tensor | None:
 
 
 class Address:
-    """An address with what a tensor descriptor asks of its tensor."""
+    """An address, in place of a descriptor's tensor: the launcher asks no more of it."""
 
     def __init__(self, address: int):
         self.address = address
@@ -220,16 +221,16 @@ def hooked() -> bool:
 
 
 @functools.cache
-def _places(kinds: tuple[type, ...]) -> tuple[list[int], list[int]]:
-    """Places of tensors among arguments of these types, and those of tensor descriptors."""
-    tensors = [i for i, kind in enumerate(kinds) if issubclass(kind, Tensor)]
+def _places(kinds: tuple[type, ...], first: int = 0) -> tuple[list[int], list[int]]:
+    """The positions of tensors among arguments of these types, and those of tensor descriptors, counted from `first`."""
+    tensors = [i for i, kind in enumerate(kinds, first) if issubclass(kind, Tensor)]
     plain = (int, float, type(None), Tensor)
-    return tensors, [i for i, kind in enumerate(kinds) if not issubclass(kind, plain)]
+    return tensors, [i for i, kind in enumerate(kinds, first) if not issubclass(kind, plain)]
 
 
 @functools.cache
 def _integers(kernel: JITFunction, kinds: tuple[type, ...]) -> list[int]:
-    """Places of those that Triton compiles on their own where they are 1 or multiples of 16."""
+    """The positions of integers for which Triton compiles a kernel anew where they are 1 or multiples of 16."""
     return [i for i, (x, kind) in enumerate(zip(kernel.params, kinds)) if kind is int and not x.do_not_specialize]
 
 

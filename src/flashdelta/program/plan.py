@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,13 +15,13 @@ from ..problem.arguments import extent
 from ..problem.problem import Problem, Tensors, Written, replaced
 from .cache import Entry
 from .launch import STREAM, Address, Launch, Prepared, current_device, current_stream, hooked, show
-from .workspace import Slots
+from .workspace import FIRST, SLOT, Slots, address_of
 
 Step = Launch | Exchange
 """A plan does one after another."""
 
-Pointers = list[tuple[int, int, int]]
-"""Addresses that a call takes: the argument's place in the call, a place among addresses (or a slot), and bytes from there."""
+Pointers = tuple[tuple[int, int, int], ...]
+"""Addresses that a call takes: the position in the call, an index in a list of addresses, and bytes from there."""
 
 Outputs = dict[str, Tensor]
 """A plan's results, by name."""
@@ -31,10 +31,10 @@ Given = Sequence[Tensor | None]
 
 
 ALIGNMENT = 512
-"""Bytes: of scratch that shares an allocation."""
+"""Bytes, of scratch within an allocation."""
 
 MOST_APART = 256
-"""Written tensors, such as the pools of a model's layers, of which a plan knows that they are disjoint."""
+"""Written tensors, such as the pools of a model's layers, that a plan knows to be disjoint from the call's others."""
 
 
 def new_outputs(problem: Problem, t: Tensors) -> Outputs:
@@ -44,7 +44,8 @@ def new_outputs(problem: Problem, t: Tensors) -> Outputs:
 
 
 class Bound(NamedTuple):
-    """A step, and where its arguments are found: in a list of addresses, of the call's tensors, its outputs, its scratch."""
+    """A step, and indices in a list of addresses: those of the call's tensors, its outputs, its scratch. In tuples, which the
+    garbage collector leaves alone where they hold nothing but numbers."""
 
     act: Callable[..., object]
     call: list
@@ -52,19 +53,19 @@ class Bound(NamedTuple):
 
     places: Pointers
     described: Pointers
-    """The same of tensor descriptors."""
+    """Addresses that tensor descriptors take."""
 
-    exchanged: list[tuple[int, int, int]]
-    """The tensors that an exchange takes first, as bytes: the place in the list, begin and end. None of a launch."""
+    exchanged: Pointers
+    """Tensors that an exchange takes first, as bytes: index, begin and end. A launch has none."""
 
-    outputs: list[tuple]
-    """To allocate: name, place, `torch.empty` or `torch.zeros`, shape, dtype."""
+    outputs: Sequence[tuple]
+    """To allocate: name, index, `torch.empty` or `torch.zeros`, shape, dtype."""
 
-    scratch: list[tuple[int, int]]
-    """To allocate: place and bytes."""
+    scratch: Sequence[tuple[int, int]]
+    """To allocate: index and bytes."""
 
-    done: list[int]
-    """Places of scratch that no later step uses."""
+    done: Sequence[int]
+    """Indices of scratch that no later step uses."""
 
     kernel: CompiledKernel | None
 
@@ -82,27 +83,29 @@ class Plan(Entry):
     def __init__(self, memory: Slots, outputs: Outputs, launches: Iterable[Step]):
         self.memory, self.outputs, self.launches = memory, outputs, [*launches]
         self.index = memory.device.index
-        self.sources = [(i, 0) for i in range(len(memory.roles))]
+        self.sources = [*enumerate([0] * len(memory.roles))]
+        """Where the tensors of the call lie: index of the argument, and bytes from its beginning."""
         self.count = len(memory.roles)
         self.steps: list[Bound] | None = None
         """None before the first call."""
-        self.rest: list[tuple] = []
+        self.rest: Sequence[tuple] = ()
         """Outputs that no step writes."""
         self.given: list[tuple[str, int]] = []
-        """Outputs that are tensors of the call: name and place."""
+        """Outputs that are tensors of the call: name and index."""
         self.room: list[int] = []
-        """Zeros, one for each output and each allocation of scratch."""
+        """A zero for each output and each allocation of scratch."""
         self.disjoint: list[tuple[int, int, list[tuple[int, int]]]] = []
-        """Tensors that are written, by place and bytes, and those which must not share their memory."""
+        """Tensors that are written: index, bytes, and the indices and bytes of those that must not share their memory."""
         self.refuse: Callable[[Given], None] | None = None
         """Called with the tensors of a call that overlap; raises."""
         self.apart: dict[int, list[int]] = {}
         """The addresses last found to be disjoint, by that of the first that is written, such as a layer's pool."""
 
-    def locate(self, t: Tensors, tensors: Given, places: Sequence[int], written: Written | None = None) -> None:
-        """Makes it a plan of calls with `tensors` as they come: each of `t` is, or is a view of, the one at its place."""
-        begins = [0 if x is None else x.data_ptr() for x in tensors]
-        self.sources = [(i, x.data_ptr() - begins[i]) for i, x in zip(places, t.present().values())]
+    def locate(self, t: Tensors, tensors: Given, index: Mapping[str, int], written: Written | None = None) -> None:
+        """Makes it a plan of calls with `tensors` as they come: each of `t` is, or is a view of, the one at the index of its
+        role."""
+        found = [(index[role], x) for role, x in t.present().items()]
+        self.sources = [(i, x.data_ptr() - tensors[i].data_ptr()) for i, x in found]  # type: ignore[union-attr]
         self.count = len(tensors)
         if written is not None:
             self.writes, self.refuse = written.places, written.refuse
@@ -112,49 +115,50 @@ class Plan(Entry):
 
     def _prepare(self) -> list[Bound]:
         """Works out, for every step, where its arguments lie, and what comes and goes with it."""
-        launches = [x for x in self.launches if isinstance(x, Exchange) or x.ctas > 0]
-        steps, find = [_prepared(x) for x in launches], self.memory.find
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        found: list[list[Pointers]] = []
+        steps = [_prepared(x) for x in self.launches if isinstance(x, Exchange) or x.ctas > 0]
+        # when each slot is first and last used
+        first, last = dict[int, int](), dict[int, int]()
         for n, step in enumerate(steps):
-            found.append([[(i, *find(x)) for i, x in some] for some in (step.tensors, step.described)])
-            for some in found[n]:
-                for _, slot, _ in some:
-                    first.setdefault(slot, n)
-                    last[slot] = n
-        places, index = dict(enumerate(self.sources)), self.count
+            now = dict.fromkeys([address // SLOT for _, address in (*step.tensors, *step.described)], n)
+            first, last = now | first, last | now
+        # where each slot lies: its index among addresses, and what to add to an address in the slot for bytes from there
+        places = {begin // SLOT: (i, offset - begin) for begin, (i, offset) in zip(self.memory.begins, self.sources)}
+        index = self.count
         new, scratch, done = (defaultdict[int, list](list) for _ in range(3))
         for name, x in self.outputs.items():
-            slot, _ = find(x)
-            if slot < len(self.sources):
+            slot = address_of(x) // SLOT
+            if slot < FIRST + len(self.sources):
                 self.given.append((name, places[slot][0]))
                 continue
             make = torch.zeros if slot in self.memory.zeroed else torch.empty
             new[first.get(slot, -1)].append((name, index, make, x.shape, x.dtype))
-            places[slot] = index, 0
+            places[slot] = index, -slot * SLOT
             index += 1
         # scratch with the same first and last use is one allocation
         spans = defaultdict[tuple[int, int], list[int]](list)
         for slot in sorted(first.keys() - places.keys()):
+            assert slot in self.memory.sizes, "a tensor lies in no slot: PyTorch made it while a plan was built"
             spans[first[slot], last[slot]].append(slot)
         for (begin, end), slots in spans.items():
             nbytes = 0
             for slot in slots:
-                places[slot] = index, nbytes
+                places[slot] = index, nbytes - slot * SLOT
                 nbytes += -(-self.memory.sizes[slot] // ALIGNMENT) * ALIGNMENT
             scratch[begin].append((index, nbytes))
             done[end].append(index)
             index += 1
+
+        def located(some: list[tuple[int, int]]) -> Pointers:
+            return tuple([(i, at, shift + address) for i, address in some for at, shift in [places[address // SLOT]]])
+
         bound = []
-        for n, (launch, step, pointers) in enumerate(zip(launches, steps, found)):
-            at, described = ([(i, places[x][0], places[x][1] + offset) for i, x, offset in some] for some in pointers)
-            exchanged: list[tuple[int, int, int]] = []
-            if isinstance(launch, Exchange):
-                exchanged = [(i, begin, begin + x.nbytes) for (_, i, begin), (_, x) in zip(at, step.tensors)]
-                at = []
-            bound.append(Bound(step.act, step.call, at, described, exchanged, new[n], scratch[n], done[n], step.kernel))
-        self.rest, self.room = new[-1], [0] * (index - self.count)
+        for n, step in enumerate(steps):
+            pointers, described = located(step.tensors), located(step.described)
+            exchanged = tuple([(at, begin, begin + size) for (_, at, begin), size in zip(pointers, step.nbytes)])
+            pointers = () if exchanged else pointers
+            comes = new.get(n, ()), scratch.get(n, ()), done.get(n, ())
+            bound.append(Bound(step.act, step.call, pointers, described, exchanged, *comes, step.kernel))
+        self.rest, self.room = new.get(-1, ()), [0] * (index - self.count)
         self.launches, self.outputs = [], {}
         return bound
 
@@ -218,4 +222,6 @@ class Plan(Entry):
 def _prepared(step: Step) -> Prepared:
     if isinstance(step, Launch):
         return step.prepare()
-    return Prepared(step.act, [step.group, step.way, step.to], [(0, step.packet), (1, step.packets)], [])
+    packets = step.packet, step.packets
+    tensors, nbytes = [(i, address_of(x)) for i, x in enumerate(packets)], [x.nbytes for x in packets]
+    return Prepared(step.act, [step.group, step.way, step.to], tensors, [], nbytes)

@@ -16,7 +16,6 @@ T = TypeVar("T", bound=Tensors)
 
 Shape = tuple[int, ...]
 Layout = Mapping[str, tuple[Shape, torch.dtype]]
-
 """Shapes and dtypes by name, in the order in which the tensors lie."""
 
 
@@ -26,35 +25,38 @@ ALIGNMENT = 16
 SLOT = 1 << 44
 """Bytes from slot to slot in the addresses of their tensors: no GPU has as many."""
 
+FIRST = 1 << 16
+"""The number of a plan's first slot: real addresses are below it."""
+
 with torch.inference_mode():  # views of others count their versions, which takes as long again
     _typed_slots = functools.cache(torch.empty(1 << 62, dtype=torch.uint8, device="meta").view)
 
 
-@functools.lru_cache(4096)  # calls that differ in their lengths have parameters, pools and indices in the same places
+@functools.lru_cache(4096)  # calls of other lengths have parameters, pools and indices in the same places
 def tensor_at(address: int, shape: Shape, dtype: torch.dtype, strides: Shape | None = None) -> Tensor:
     """A tensor in slots, by default a dense one."""
     if strides is None:
         count, strides = 1, ()
         for n in reversed(shape):
-            count, strides = count * max(n, 1), (count, *strides)
+            count, strides = count * (n or 1), (count, *strides)
     return _typed_slots(dtype).as_strided(shape, strides, address // dtype.itemsize)
 
 
 class Slots:
     """Memory of a plan: the tensors of its call, one a slot, then outputs and scratch. They have shapes and strides, but no
-    data: an address says the slot, and where it begins there. Nothing that PyTorch computes lies in a slot."""
+    data: an address is a slot's number times `SLOT`, and bytes from there. Nothing that PyTorch computes lies in a slot."""
 
     def __init__(self, device: torch.device, roles: Sequence[str]):
         self.device, self.roles = device, roles
         self.begins: list[int] = []
-        self.sizes: list[int] = []
-        """Bytes, of outputs and scratch."""
+        """The address at which each slot begins."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of outputs and scratch, by slot."""
         self.zeroed: set[int] = set()
 
     def _next(self, offset: int = 0) -> int:
-        begin = (len(self.begins) + 1) * SLOT + offset
+        begin = (FIRST + len(self.begins)) * SLOT + offset
         self.begins.append(begin)
-        self.sizes.append(0)
         return begin
 
     def take(self, x: Tensor) -> Tensor:
@@ -64,19 +66,17 @@ class Slots:
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """An output or scratch, in a slot of its own."""
-        x = tensor_at(self._next(), tuple(shape), dtype)
-        self.sizes[-1] = x.nbytes
+        begin = self._next()
+        x = tensor_at(begin, tuple(shape), dtype)
+        self.sizes[begin // SLOT] = x.nbytes
         if zeroed:
-            self.zeroed.add(len(self.sizes) - 1)
+            self.zeroed.add(begin // SLOT)
         return x
 
-    def find(self, x: Tensor) -> tuple[int, int]:
-        """The slot of a tensor, and the bytes before it there."""
-        address = x.data_ptr() or x.storage_offset() * x.element_size()  # an empty tensor has no `data_ptr`
-        slot = address // SLOT - 1
-        if not x.is_meta or not 0 <= slot < len(self.begins):
-            raise AssertionError(f"a tensor {list(x.shape)} lies in no slot: PyTorch made it while a plan was built")
-        return slot, address - self.begins[slot]
+
+def address_of(x: Tensor) -> int:
+    """The address of a tensor in slots. An empty one has no `data_ptr`."""
+    return x.data_ptr() or x.storage_offset() * x.element_size()
 
 
 def in_slots(t: T) -> T:

@@ -28,9 +28,9 @@ class Computation:
     def __init__(self, function: Callable[[Problem, Tensors], dict[str, Tensor]], problem: Problem, t: Tensors):
         self.function, self.problem, self.t = function, problem, t
 
-    def locate(self, *arguments: object) -> None: ...
+    def locate(self, *call: object) -> None: ...
 
-    def execute(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def execute(self, *call: object) -> dict[str, Tensor]:
         with _full_precision(self.t.device):
             return self.function(self.problem, without_null(self.problem, self.t))
 

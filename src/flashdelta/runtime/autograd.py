@@ -66,7 +66,7 @@ class Differentiable(Entry):
         if plan is None:
             t = self.by_role(inputs)
             plan = self.backend.build(self.problem, t)
-            plan.locate(t, inputs, [self.inputs.index(role) for role in t.present()])
+            plan.locate(t, inputs, dict(zip(self.inputs, itertools.count())))
         results = plan.execute(inputs)
         if self.repeats and plan.lasting:
             self.plan = plan
@@ -82,7 +82,7 @@ class Differentiable(Entry):
         roles = (*self.inputs, "do", "dht", *(role_of[name] for name in kept))
         t = replaced(self.by_role(saved), **dict(zip(roles[len(saved) :], tensors[len(saved) :])))
         plan = self.backend.build(replaced(self.problem, operation=self.problem.operation + BACKWARD), t)
-        plan.locate(t, tensors, [roles.index(role) for role in t.present()])
+        plan.locate(t, tensors, dict(zip(roles, itertools.count())))
         found = plan.execute(tensors)
         if plan.lasting:
             self.cache.keep(key, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -16,16 +17,14 @@ from .. import backends
 from ..parallel.checks import broadcast_errors, check_call_of_ranks
 from ..problem.arguments import is_plain, is_wrapped, refuse_transforms
 from ..problem.errors import wrong
+from ..problem.lengths import Lengths
 from ..problem.operations import Operation
-from ..problem.problem import FAMILIES, ChunkProblem, Problem, Tensors, Written, record, replaced
+from ..problem.problem import ChunkProblem, Problem, Tensors, Written
 from ..problem.split import known_lengths
 from ..program.cache import Entry, Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
 
 CACHE = LaunchCache()
-
-MOST_FAMILIES = 1024
-"""Kinds of calls, apart from their numbers of tokens, of which a dispatcher knows that they keep the rules."""
 
 CALLS: dict[Callable[..., Any], Dispatcher] = {}
 """Dispatchers by public function."""
@@ -59,8 +58,9 @@ class Dispatcher:
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         self.place = place = {name: i for i, name in enumerate(self.tensors)}
-        self.validated: dict[tuple, tuple[Problem, dict[str, torch.Size]]] = {}
-        """By family: the problem of a call that was validated, and the shapes of its tensors by role."""
+        of_rows = dict.fromkeys("qkv", place.get(operation.rows, -1))
+        self.roles = of_rows | place | {role: place[name] for role, name in operation.called.items() if name in place}
+        self.lengths = Lengths(operation, self.tensors)
         self.pairs = [(place[x], [place[other] for other in others]) for x, others in operation.overlaps(self.tensors)]
 
         CALLS[function] = self
@@ -72,9 +72,12 @@ class Dispatcher:
             results = entry.execute(tensors, addresses)
             count_writes(tensors, entry.writes)
             return results
-        return self.first(key, tensors, dict(zip((*self.tensors, *self.options), (*tensors, *options), strict=True)))
+        given = dict(zip((*self.tensors, *self.options), (*tensors, *options), strict=True))
+        return self.first(key, addresses, tensors, given)
 
-    def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
+    def first(
+        self, key: Key, addresses: list[int], tensors: tuple[Tensor | None, ...], given: dict[str, Any]
+    ) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
         for_kernel = isinstance(given["backend"], str) and given["backend"] == backends.KERNEL
         problem, t, backend = (self.check_for_kernel if for_kernel else self.check_on_all_ranks)(given, key)
@@ -104,69 +107,32 @@ class Dispatcher:
             if key is None:
                 results = plan.execute([*t.present().values()])
             else:
-                plan.locate(t, tensors, self.sources(t, tensors), Written(writes, self.pairs, self.refuse))
-                results = plan.execute(tensors)
+                refuse = functools.partial(self.refuse, error=NoKernel if for_kernel else ValueError)
+                if not plan.lasting:  # others look themselves, in every call
+                    refuse(tensors)
+                plan.locate(t, tensors, self.index(tensors), Written(writes, self.pairs, refuse))
+                results = plan.execute(tensors, addresses)
         count_writes(tensors, writes)
         if plan.lasting:
             CACHE.keep(key, plan)
         return results
 
-    def sources(self, t: Tensors, tensors: Sequence[Tensor | None]) -> list[int]:
-        """The place of the caller's tensor that each of `t` is, or is a view of: q, k and v may be parts of rows."""
-        place, called, rows = self.place, self.operation.called, self.place.get(self.operation.rows, -1)
-        found = [place.get(called.get(role, role), rows) for role in t.present()]
-        return [rows if tensors[i] is None else i for i in found]
+    def index(self, tensors: Sequence[Tensor | None]) -> Mapping[str, int]:
+        """The index of the caller's tensor that each role's is, or is a view of: q, k and v may be parts of rows."""
+        rows = self.place.get(self.operation.rows)
+        return self.roles if rows is None else {x: rows if tensors[i] is None else i for x, i in self.roles.items()}
 
     def writes(self, given: Mapping[str, Any]) -> list[int]:
         """Places of the tensors that the call writes."""
         return [self.place[name] for name in self.operation.written(given)]
-
-    def family(self, given: Mapping[str, Any], key: Key) -> Key:
-        """All that the rules ask of a call, but its number of tokens. None for a call of which they may ask more."""
-        by_token = self.operation.by_token
-        if key is None or not by_token or any([given[name] is not None for name in self.operation.ask_length]):
-            return None
-        found, lengths = [*key[:3], *map(type, key[1])], set[int]()
-        for name in self.tensors:
-            x = given[name]
-            if x is None or name not in by_token:
-                found.append(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad))
-            elif x.dim() > 1 and x.is_contiguous():
-                B, T, *others = x.shape
-                lengths.add(T)
-                found.append((B, *others, x.dtype, x.get_device(), x.requires_grad))
-            else:
-                return None
-        return tuple(found) if len(lengths) == 1 else None
-
-    def validate(self, given: Mapping[str, Any], dry: bool, key: Key) -> tuple[Problem, Tensors]:
-        """`Operation.check`, once for each family: its other calls have the first one's problem, but for T."""
-        family = self.family(given, key)
-        if family is None:
-            return self.operation.check(given, dry=dry)
-        known = self.validated.get(family)
-        if known is None:
-            problem, t = self.operation.check(given, dry=dry)
-            if len(self.validated) >= MOST_FAMILIES:
-                self.validated.clear()
-            self.validated[family] = problem, {role: x.shape for role, x in t.present().items()}
-            return problem, t
-        problem, shapes = known
-        by_token, T, present = self.operation.by_token, given[self.operation.by_token[0]].shape[1], dict[str, Tensor]()
-        for role, shape in shapes.items():
-            x = given[role]
-            present[role] = x if role in by_token or x.shape == shape else x.view(shape)
-        tensors = FAMILIES[type(problem)]
-        problem, t = replaced(problem, T=T), record(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
-        self.operation.check_contents((problem, t), given, {name: given[name] for name in self.tensors}, dry)
-        return problem, t
 
     def check(
         self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None, key: Key = None
     ) -> Checked:
         """Validates the arguments, and chooses the backend: for `device`, or where the tensors are. `dry`: as in
         `Operation.check`. `key`: of the launch cache."""
-        problem, t = self.validate(given, dry, key)
+        options = None if key is None else (*key[:3], *map(type, key[1]))
+        problem, t = self.lengths.check(given, options, dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
             self.check_transforms(problem, t, given, backend.name == "reference")
@@ -244,9 +210,12 @@ class Dispatcher:
                 why = no_gradients or 'backend="reference" has forward-mode gradients'
                 raise wrong(name_of(role), "one that has", f"a tensor without a forward-mode tangent ({why})")
 
-    def refuse(self, tensors: Sequence[Tensor | None]) -> None:
+    def refuse(self, tensors: Sequence[Tensor | None], error: type[ValueError] = ValueError) -> None:
         """Refuses a call whose tensors overlap, and says which."""
-        self.operation.check_overlaps(dict(zip(self.tensors, tensors)))
+        try:
+            self.operation.check_overlaps(dict(zip(self.tensors, tensors)))
+        except ValueError as refusal:
+            raise error(str(refusal)) from None
 
 
 def count_writes(tensors: Sequence[Tensor | None], places: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -70,7 +71,7 @@ def aligned(x: Tensor, unit: int = 8) -> bool:
     """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
     most kernels."""
     *outer, inner = x.stride()
-    return inner == 1 and x.data_ptr() % 16 == 0 and all([s % unit == 0 for s in outer]) and near(x, 8)
+    return inner == 1 and x.data_ptr() % 16 == 0 and math.gcd(*outer) % unit == 0 and near(x, 8)
 
 
 def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:

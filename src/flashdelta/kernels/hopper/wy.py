@@ -382,15 +382,15 @@ def wy_kernel(
         tma.store_wait(0)
 
 
-def _wy(problem: ChunkProblem, x: WyOperands, own: dict[str, Any], persistent: bool = False) -> Launch:
-    """`persistent`: as the kernel's."""
-    tiles = chunks(problem)
+def _wy(problem: ChunkProblem, x: WyOperands, own: dict[str, Any], at_once: int = 0) -> Launch:
+    """`at_once`: CTAs of the persistent kernel; without, each chunk has its own."""
+    tiles, persistent = chunks(problem), at_once > 0
     # strides are those of the tensors themselves
     own = dict(**own, **strides_of(x), g_d=None, tile_count=tiles, PERSISTENT=persistent)
     if persistent:
         own |= {name: by_token(own[name]) for name in ("grad_q", "grad_k", "grad_G")} | {"g_d": by_token(x.g)}
         x = described(x)
-    ctas = min(tiles, sm_count(x.beta.device)) if persistent else tiles
+    ctas = min(tiles, at_once) if persistent else tiles
     return Launch(wy_kernel, ctas, *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}), num_warps=8)
 
 
@@ -426,4 +426,4 @@ def wy_dqkg(problem: WyProblem, t: WyTensors, arch: int, outputs: Outputs) -> li
     # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
     # (no tensor descriptor has an empty tensor)
     persistent = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
-    return [_wy(problem, WyOperands.of(t), own, persistent)]
+    return [_wy(problem, WyOperands.of(t), own, sm_count(t.device) if persistent else 0)]

@@ -38,7 +38,7 @@ class StageCall:
     arch: int
     workspace: dict[str, Tensor]
     packet: Tensor | None = None
-    """Place for the states of sequences that go on from the first of two ranks to the second (`merge.py`)."""
+    """Receives the states of sequences that go on from the first of two ranks to the second (`merge.py`)."""
 
     def left(self, *names: str) -> dict[str, Tensor | None]:
         """Tensors of the workspace by name, None where it has none of that name."""
@@ -106,7 +106,7 @@ def bind(
 ) -> tuple[tuple, dict[str, Any]]:
     """The run-time and compile-time arguments of a kernel, in its order. A parameter takes what `own` has of its name, else the
     call's tensor of that name, else the field of its problem. `x_batch`, `x_token` and `x_head` are the strides of `x`, 0 of
-    one that is absent; a `lower_bound` that is absent is 0, too.
+    one that is absent.
 
     Raises:
         AttributeError: a parameter that none of them has, with the kernel's name.
@@ -125,8 +125,6 @@ def bind(
             if x is found:
                 where = f"the launcher, {type(t).__name__} nor {type(problem).__name__} (by its name in FIELDS) has it"
                 raise AttributeError(f"{kernel.__name__} has a parameter {name!r}, but neither {where}")
-            if x is None and name == "lower_bound":
-                x = 0.0
         if constant:
             constants[name] = x
         else:
@@ -214,8 +212,8 @@ def precision(problem: ChunkProblem) -> str:
 
 
 def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state: Tensor | None) -> dict[str, object]:
-    """Places of states, read and stored, under the kernels' names (`shared/states.py`). A state that the call does not have is
-    an empty tensor, which the kernel leaves alone."""
+    """The tensors of states, read and written, under the kernels' names (`shared/states.py`). One that the call does not have
+    is empty, and the kernel leaves it alone."""
     if problem.has_pool:
         assert t.state_pool is not None
         initial = final = t.state_pool
@@ -228,13 +226,13 @@ def state_arguments(problem: AttentionProblem, t: AttentionTensors, final_state:
 
 
 def packet_arguments(call: StageCall) -> dict[str, object]:
-    """Places that `recurrence` leaves states for the second rank in, under the kernels' names."""
+    """The tensors in which `recurrence` leaves states for the second rank, under the kernels' names."""
     return dict(border=None if call.packet is None else call.t.border, packet=call.packet)
 
 
 def checkpoint_arguments(problem: ChunkProblem, t: ChunkTensors) -> dict[str, object]:
-    """Places of states at checkpoints, under the kernels' names: chunks from one checkpoint to the next where they are
-    regular, and the rows and pitch of a buffer of their own."""
+    """The layout of checkpoints, under the kernels' names: chunks from one to the next where they are regular, and the rows and
+    pitch of a buffer of their own."""
     buffer, every, rows, pitch = t.checkpoint_states, None, None, None
     if buffer is not None:
         rows = buffer.shape[0]

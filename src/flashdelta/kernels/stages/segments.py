@@ -126,7 +126,7 @@ def compose(call: StageCall, final_state: Tensor | None, backward: bool = False)
 
 
 def transition_arguments(t: ChunkTensors, where: dict[str, Any]) -> dict[str, Any]:
-    """Places for the results of stage `transitions`, under its kernels' names."""
+    """The tensors that stage `transitions` writes, and their pitches, under its kernels' names."""
     pitches = dict(transition_pitch=where["transitions"].stride(1), offset_pitch=where["offsets"].stride(1))
     return dict(**where, **pitches, border=t.border if where["first_segment"] is None else None)
 
