@@ -121,7 +121,10 @@ def test_gradients_of_split_sequences(case: Case, backend: str):
     check(case, backend, split=3)
 
 
-@pytest.mark.parametrize(("case", "split", "sms"), [(ON_HOPPER[0], False, 2), (SPLIT[5][0], 3, 1)])
+ROWS = replace(KIMI, name="rows", B=2, T=66, H=1, HV=2)
+
+
+@pytest.mark.parametrize(("case", "split", "sms"), [(ON_HOPPER[0], False, 2), (SPLIT[5][0], 3, 1), (ROWS, False, 1)])
 def test_few_ctas_change_no_bit(case: Case, split: bool | int, sms: int):
     """One SM has fewer CTAs than a transition has slices."""
     call = call_of(case, "hopper") | {"split": split}

@@ -92,8 +92,8 @@ class StageSet:
 
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
     of such matrices' gradients. Arguments: `prepare(call, Akk_inv)`, `before_segments(call, final_state)`, `outgoing(call,
-    packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(problem, t, arch, scan)`, `wy(problem, arch, x, parts,
-    grad_v)` and `intra(problem, t, arch, parts, heads)`.
+    packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(problem, t, arch, scan)`, `wy(problem, t, arch, x,
+    parts, grad_v)` and `intra(problem, t, arch, parts, heads)`.
     """
 
     problem: ChunkProblem
@@ -213,7 +213,7 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
     x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
     parts = Parts.allocate(problem, t.memory, stages.squares, stages.squares_dtype)
     grad_v = outputs["v"] = t.memory.new((problem.B, problem.T, problem.HV, problem.V), problem.dtype)
-    yield stages.wy(problem, stages.arch, x, parts, grad_v)
+    yield stages.wy(problem, t, stages.arch, x, parts, grad_v)
     heads = ByHead.allocate(problem, t.memory)
     outputs.update(heads.outputs(problem))
     yield stages.intra(problem, t, stages.arch, parts, heads)
