@@ -135,6 +135,16 @@ def test_few_ctas_change_no_bit(case: Case, split: bool | int, sms: int):
     assert all(torch.equal(x, want[name]) for name, x in found.items())
 
 
+@pytest.mark.parametrize("exponent", [-30, 30])
+def test_gradients_scale_with_the_loss(exponent: int):
+    """Exactly: what stages leave in float16 has sizes of its own."""
+    call = call_of(ROWS, "hopper")
+    grads = incoming(call)
+    want, factor = gradients(call, *grads), 2.0**exponent
+    found = gradients(call, *(x * factor for x in grads))
+    assert all(torch.equal(x, want[name] * factor) for name, x in found.items())
+
+
 @pytest.mark.parametrize("hold_sequence", [assert_first_is_its_own, assert_nan_stays])
 @pytest.mark.parametrize(("backend", "split"), [("triton", False), ("hopper", False), ("hopper", 3)])
 def test_a_sequence_s_gradients_are_its_own(hold_sequence: Callable, backend: str, split: bool | int):

@@ -103,7 +103,7 @@ def describe(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
 
 @functools.cache
 def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
+    return gl.NVMMASharedLayout.get_default_for(tile, getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def stride_div8(name: str, x: Tensor, axis: int) -> int:

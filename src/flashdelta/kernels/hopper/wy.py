@@ -2,7 +2,8 @@
 of its matrices. One CTA of 8 warps per (chunk, value head), or a persistent one per SM.
 
 Contract: as `triton/wy.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
-chunk by chunk without gaps. With `T = M diag(beta)` nothing needs T itself: `T^T x = beta (M^T x)`.
+chunk by chunk without gaps. With `T = M diag(beta)` nothing needs T itself: `T^T x = beta (M^T x)`. A training step's parts of
+dq are bfloat16, those of dk float16, each half of a row divided by its largest element, `size_k [B, T, HV, 2]`.
 
 All operands of a chunk are in shared memory at once; they arrive in the order in which they are needed, and results take
 their places. A persistent CTA loads each operand of its next tile as soon as the place is no longer needed, and stores large
@@ -30,13 +31,14 @@ from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import AXES, chunks
 from ..stages.wy import Parts, WyOperands, wy_results
 from .device.compat import barrier, reinterpret
-from .device.layouts import C, copy_rows, row_column, row_partials, store_rows
+from .device.layouts import C, copy_rows, half_rows, row_column, row_partials, store_rows
 from .device.math import (
     beta_value,
     decay_bias,
     exp2,
     norm_factors,
     opaque_indices,
+    reciprocal,
     store_decays,
     token_offset,
     weighted_sums,
@@ -74,7 +76,7 @@ def operand(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def wy_kernel(
     q, k, g, v, beta, A_log, dt_bias, cu_seqlens, Akk_inv, h, v_new, grad_o, grad_v_new, grad_h, g_d, grad_q,
-    grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk, size_k, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32,
     rows: gl.int32, tile_count: gl.int32, q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32,
     k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32, g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
@@ -344,7 +346,8 @@ def wy_kernel(
         if PERSISTENT:
             tma_store(grad_q, tile.batch, tile.start, tile.head, dqg, grad_h_s)
         else:
-            store_rows(grad_q + first_row * K, key_stride, dqg, tile.count, None)
+            dq_s = reinterpret(h_s, gl.bfloat16, [C, K], key_s)
+            store_rows(grad_q + first_row * K, key_stride, dqg, tile.count, dq_s)
         G = q_s.load(key_l).to(gl.float32) * norm_q * dqg
         kn = k_s.load(key_l).to(gl.float32) * norm_k
         dkG *= betas[:, None]
@@ -365,15 +368,28 @@ def wy_kernel(
             if not HALFWAY:
                 load_tiles(sums, following.batch, following.start, following.head, more)
             load_tiles(keys, following.batch, following.start, following.head // group, more)
-            tma_store(grad_k, tile.batch, tile.start, tile.head, dkG + dkg, late_s)
             tma_store(grad_G, tile.batch, tile.start, tile.head, G, grad_h_s)
+        else:
+            store_rows(grad_G + first_row * K, key_stride, G, tile.count, None)
+        dkg += dkG
+        if size_k is not None:
+            # float16 holds the quotients to 11 bits
+            dk = half_rows(dkg)
+            size = gl.maximum(gl.max(gl.abs(dk), axis=2), 1e-30)
+            dk *= reciprocal(size)[:, :, None]
+            dkg = gl.convert_layout(dk.reshape([C, K]), key_l, assert_trivial=True)
+            size_l: gl.constexpr = size.type.layout
+            size_row, half = row_column(C, 2, size_l)
+            gl.store(size_k + (first_row + size_row * HV) * 2 + half, size, mask=size_row < tile.count)
+        if PERSISTENT:
+            tma_store(grad_k, tile.batch, tile.start, tile.head, dkg, late_s)
             tile = following
             first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
             g_row = g + token_offset(tile.batch, tile.start, tile.head, g_batch, g_token, g_head) * 8
             phase = next_phase(phase)
         else:
-            store_rows(grad_k + first_row * K, key_stride, dkG + dkg, tile.count, None)
-            store_rows(grad_G + first_row * K, key_stride, G, tile.count, None)
+            dk_s = reinterpret(grad_h_s, gl.float16, [C, K], half_s)
+            store_rows(grad_k + first_row * K, key_stride, dkg, tile.count, dk_s)
     if PERSISTENT:
         tma.store_wait(0)
 
