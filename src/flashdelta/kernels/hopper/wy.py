@@ -235,11 +235,6 @@ def wy_kernel(
         dM = warpgroup_mma(grad_v_new_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
 
         if PERSISTENT:
-            # last, as results of the tile before must have left these places
-            tma.store_wait(0)
-            barrier()
-            load_tiles(outputs, tile.batch, tile.start, tile.head, True)
-            load_tiles(later_states, tile.chunk, tile.head, 0, True)
             wait_tiles(sums, phase)
         else:
             async_copy.wait_group(2)
@@ -260,6 +255,12 @@ def wy_kernel(
             # out of registers, which are scarce in between
             sums_s.store(after)
             exp_g = exp2(before)
+        if PERSISTENT:
+            # last, as results of the tile before must have left these places
+            tma.store_wait(0)
+            barrier()
+            load_tiles(outputs, tile.batch, tile.start, tile.head, True)
+            load_tiles(later_states, tile.chunk, tile.head, 0, True)
 
         square_row, square_column = row_column(C, C, square_l)
         dM, dv = warpgroup_mma_wait(0, deps=[dM, dv])
