@@ -307,7 +307,7 @@ def wy_kernel(
         fence_async_shared()
         A = warpgroup_mma(square_s, M_T, square_zero, use_acc=False)
         A = gl.where(square_row > square_column, -A, 0.0)
-        store_rows(grad_A + first_row * C, square_stride, A, tile.count, None)
+        store_rows(grad_A + first_row * C, square_stride, A, tile.count, square_s)
 
         if PERSISTENT:
             index = next_tile(index)
@@ -333,7 +333,8 @@ def wy_kernel(
         if grad_Aqk is not None:
             dqg, dkg, Aqk, _, _, _, _ = warpgroup_mma_wait(0, deps=[dqg, dkg, Aqk, grad_o_s, v_new_s, h_s, grad_h_s])
             Aqk = gl.where(square_row >= square_column, Aqk, 0.0)
-            store_rows(grad_Aqk + first_row * C, square_stride, Aqk, tile.count, None)
+            square_s = reinterpret(v_new_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
+            store_rows(grad_Aqk + first_row * C, square_stride, Aqk, tile.count, square_s)
         else:
             dqg, dkg, _, _, _, _ = warpgroup_mma_wait(0, deps=[dqg, dkg, grad_o_s, v_new_s, h_s, grad_h_s])
         if PERSISTENT:
