@@ -361,13 +361,15 @@ def wy_kernel(
         G -= left
         G += gl.where(last, gl.sum(left, axis=0)[None, :] + whole[None, :] * exp_g, 0.0)
         if PERSISTENT:
-            tma.store_wait(0)
             fence_async_shared()
             barrier()
             if not HALFWAY:
                 load_tiles(sums, following.batch, following.start, following.head, more)
             load_tiles(keys, following.batch, following.start, following.head // group, more)
             tma_store(grad_k, tile.batch, tile.start, tile.head, dkG + dkg, late_s)
+            # but for dk
+            tma.store_wait(1)
+            barrier()
             tma_store(grad_G, tile.batch, tile.start, tile.head, G, grad_h_s)
             tile = following
             first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
