@@ -30,7 +30,7 @@ MUTANTS = {
         ("kernels/hopper/prepare.py", "return bound * 1.01 <= FORGOTTEN", "return bound <= 1e30"),
         ("kernels/hopper/prepare_steps.py", "    after += gl.convert_layout(products, after.type.layout)\n", ""),
         ("kernels/hopper/recurrence.py", "gl.where(i < tile.fresh, 0, done_count)", "done_count"),
-        ("kernels/hopper/recurrence.py", " and not problem.has_pool", ""),
+        ("kernels/hopper/launch.py", " and not problem.has_pool", ""),
     ],
     "gluon/test_backward.py::test_gradients_are_those_of_the_reference": [
         ("kernels/stages/finish.py", "total_k += tl.load(heads_k", "total_k = tl.load(heads_k"),

@@ -440,7 +440,6 @@ VARIANTS = (
     *variants("hopper K64 V64 split, backward"),
     *variants("hopper short K128 V128", "", " fixed length", " pool, V first", " V first, states in bf16"),
     *variants("hopper forgetting", " K128 V128", " K128 V128, fixed length", " K128 V128, pool, V first"),
-    *variants("hopper forgetting K64 V64, fixed length"),
     *variants("hopper forgetting steps K128 V128", "", ", fixed length"),
     *variants("hopper steps K128 V128", "", " fixed length", " offsets in int64", " V first, states in bf16"),
     *variants("hopper steps K128 V128 unbounded", "", ", fixed length", ", log decays"),

@@ -480,20 +480,6 @@ def low_pair(x: Value, y: Value) -> Value:
     return Value((low[0] | low[1] << 16).view(np.int32), tl.int32, x.layout)
 
 
-def product_pairs(x: Value, y: Value) -> Value:
-    words = [np.ascontiguousarray(v.data, np.int32).view(np.uint32).reshape(np.shape(v.data)) for v in (x, y)]
-    low = round_bf16(np.multiply(*((word << 16).view(np.float32) for word in words))).view(np.uint32) >> 16
-    high = round_bf16(np.multiply(*((word & np.uint32(0xFFFF0000)).view(np.float32) for word in words))).view(np.uint32)
-    return Value((low | high).view(np.int32), tl.int32, x.layout)
-
-
-def larger_pairs(x: Value, y: Value) -> Value:
-    words = [np.ascontiguousarray(v.data, np.int32).view(np.uint32).reshape(np.shape(v.data)) for v in (x, y)]
-    signs = (words[0] ^ words[1]) & np.uint32(0x80008000)
-    low, high = (np.maximum(*(word & np.uint32(half) for word in words)) for half in (0x7FFF, 0x7FFF0000))
-    return Value((signs | low | high).view(np.int32), tl.int32, x.layout)
-
-
 def wait_for_all(at: Value) -> Value:
     """Until the semaphore at each address is 128."""
     where_, cells = int(np.ravel(at.data)[0]), now().cta.memories
@@ -516,8 +502,6 @@ PTX: dict[str, Callable] = {
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda x: x.to(tl.float16),
     "and.b32 $0, $1, $2;": lambda x, mask: where(mask, x, 0.0),
     "prmt.b32 $0, $1, $2, 0x7632;": high_pair,
-    "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;": larger_pairs,
-    "mul.bf16x2 $0, $1, $2;": product_pairs,
     "{ .reg .f32 a, b; and.b32 a, $1, 0xffff0000; and.b32 b, $2, 0xffff0000; sub.f32 a, $1, a; sub.f32 b, $2, b; "
     "cvt.rn.bf16x2.f32 $0, b, a; }": low_pair,
     "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }": lambda at: Value(np.zeros(np.shape(at.data), np.int32), tl.int32),

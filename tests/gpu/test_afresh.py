@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.kernels.hopper import recurrence, segments
+from flashdelta.kernels.hopper import launch, segments
 from flashdelta.runtime.call import CACHE
 from flashdelta.tools.devices import capture
 
@@ -46,7 +46,7 @@ def in_segments(call: dict) -> tuple[torch.Tensor, ...]:
 def none_afresh(call: dict) -> tuple[torch.Tensor, ...]:
     try:
         with contextlib.ExitStack() as stack:
-            for module in (recurrence, segments):
+            for module in (launch, segments):
                 stack.enter_context(mock.patch.object(module, "may_begin_afresh", lambda problem: False))
             CACHE.clear()
             return tuple(x.clone() for x in poisoned(call))

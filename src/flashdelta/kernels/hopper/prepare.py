@@ -691,19 +691,14 @@ def does_forget(buffers, w_left, w_right):
 
     `|w_i|` is at most `sqrt(K)` times the largest element of its row, `|kg_i|` times that of its sub-chunk, and decays are at
     most those up to the references. Rounding adds less than 1 %."""
-    KH: gl.constexpr = buffers.KH
-    lanes_l: gl.constexpr = gl.BlockedLayout([2 * KH], [32], [4], [0])
-    largest = gl.reduce(gl.abs(w_left), 1, larger)
-    if KH == 2:
-        largest = larger(largest, gl.reduce(gl.abs(w_right), 1, larger))
+    lanes_l: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    largest = larger(gl.reduce(gl.abs(w_left), 1, larger), gl.reduce(gl.abs(w_right), 1, larger))
     w = gl.sum(largest.reshape([8, 8]), axis=1)
-    largest_s = reinterpret(buffers.largest, gl.float32, [KH, 8], FLAT)
-    kg = largest_s.index(0).load(w.type.layout)
-    if KH == 2:
-        kg = larger(kg, largest_s.index(1).load(w.type.layout))
-    minus_decay = reinterpret(buffers.from_start, gl.float32, [64 * KH], FLAT).load(lanes_l)
-    minus_decay *= reinterpret(buffers.between, gl.float32, [64 * KH], FLAT).load(lanes_l)
-    bound = gl.sum(w * kg, axis=0) * (64 * KH) - gl.sum(minus_decay, axis=0)
+    largest_s = reinterpret(buffers.largest, gl.float32, [2, 8], FLAT)
+    kg = larger(largest_s.index(0).load(w.type.layout), largest_s.index(1).load(w.type.layout))
+    minus_decay = reinterpret(buffers.from_start, gl.float32, [128], FLAT).load(lanes_l)
+    minus_decay *= reinterpret(buffers.between, gl.float32, [128], FLAT).load(lanes_l)
+    bound = gl.sum(w * kg, axis=0) * 128 - gl.sum(minus_decay, axis=0)
     return bound * 1.01 <= FORGOTTEN
 
 

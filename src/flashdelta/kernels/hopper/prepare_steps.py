@@ -631,10 +631,8 @@ def prepare_steps_kernel(
         bias_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     else:
         bias_s: gl.constexpr = None  # type: ignore[no-redef]
-
     if forgets is not None:
         after_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
-
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     rows, tokens = (q, k, g, beta), (q_token, k_token, g_token, beta_token)
     betas, g_s = start_copies(rows, tokens, count, keys, queries, right, SAFE)
@@ -703,16 +701,15 @@ def prepare_steps_kernel(
         at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
         if asked >= 0:
-            # from the references on, which with K = 64 are the second parts
-            last_decays = gl.where(at_part[None, None, :, None] == 2 // KH - 1, exp2(rest if KH == 2 else middle), 0.0)
-            after_s.reshape([KH, 2, 64]).store(gl.sum(last_decays, axis=2))
+            # from the references on
+            after_s.reshape([2, 2, 1, 64]).store(exp2(rest))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
-            parts = before - middle[:, :, :, None, :], after
+            exponents = before - middle[:, :, :, None, :], after
         else:
             until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
-            parts = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
-        decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, SAFE and cu_seqlens is not None)
+            exponents = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
+        decayed_parts(keys, queries, right, norm_k_s, norm_q_s, exponents, SAFE and cu_seqlens is not None)
         for h in gl.static_range(KH):
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
             store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
@@ -756,8 +753,10 @@ def prepare_steps_kernel(
 def prepare_steps(call: StageCall) -> Launch:
     problem = call.problem
     ctas, rows = grid(problem)
-    own = dict(call.left("decay", "semaphores", "forgets"), tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS)
-    own["parts"] = parts(problem, call.t.q.device)
+    own = dict(
+        **call.left("decay", "semaphores", "forgets"),
+        **dict(tiles_d=tiles(call.workspace["tiles"]), parts=parts(problem, call.t.device), FLAGS=FLAGS),
+    )
     return Launch(
         prepare_steps_kernel,
         ctas,

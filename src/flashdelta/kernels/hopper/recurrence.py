@@ -516,10 +516,6 @@ def recurrence_kernel(
     SLICES: gl.constexpr = V // BV
     if OVERLAPS:
         gdc_wait()
-    if forgets is None or first_segment is not None:
-        PARTS: gl.constexpr = 1
-    else:
-        PARTS = parts
     if not STREAM_K:
         tile_range: gl.constexpr = None
     else:
@@ -527,7 +523,18 @@ def recurrence_kernel(
         carry += gl.program_id(0) * (BV * K)
         semaphores += gl.program_id(0)
     scheduler = TileScheduler(
-        tile_range, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, SLICES, forgets, PARTS
+        tile_range,
+        first_segment,
+        cu_seqlens,
+        checkpoint_offsets,
+        T,
+        N,
+        HV,
+        slots,
+        checkpoints,
+        SLICES,
+        forgets,
+        1 if forgets is None or first_segment is not None else parts,
     )
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
@@ -589,7 +596,7 @@ def recurrence(
         # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
         STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
         STREAM_K=not call.may_split and stream_k_pays(problem, most),
-        **dict(parts=parts(problem, t.v.device, call.may_split), STEPS=steps, OVERLAPS=overlaps),
+        **dict(parts=parts(problem, t.device, call.may_split), STEPS=steps, OVERLAPS=overlaps),
     )
     return Launch(
         recurrence_kernel,

@@ -59,10 +59,6 @@ class WorkTile:
     carry_out: base_value
 
 
-SHORTEST = gl.constexpr(2)
-"""Chunks of a part of a sequence that is not split, or more."""
-
-
 @aggregate
 class TileScheduler:
     """Work tiles of a scan, the same for the loader and the warps that compute:
@@ -441,8 +437,8 @@ def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T
 
 @gluon.jit
 def part_length(chunks, parts):
-    """Chunks of a part of a sequence that has so many and is not split."""
-    return gl.maximum((chunks + parts - 1) // parts, SHORTEST)
+    """Chunks of a part, at least two, of a sequence that has so many and is not split."""
+    return gl.maximum((chunks + parts - 1) // parts, 2)
 
 
 @gluon.jit
