@@ -134,11 +134,9 @@ def may_begin_afresh(problem: ChunkProblem) -> bool:
     return problem.K == 128 and problem.split == AUTO and problem.safe_gate and not own and not inside
 
 
-def parts(problem: ChunkProblem, device: torch.device, may_split: bool = False) -> int:
-    """Parts of each sequence that SMs would be idle without, 0 if it may be split. In a pool the last one might store the final
-    state before the first has read the initial one."""
-    if may_split:
-        return 0
+def parts(problem: ChunkProblem, device: torch.device) -> int:
+    """Parts of each sequence that SMs would be idle without, if it may not be split. In a pool the last one might store the
+    final state before the first has read the initial one."""
     # no more than `TileScheduler` can tell
     at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), 32)
     return max(at_once, 1) if may_begin_afresh(problem) and not problem.has_pool else 1

@@ -710,7 +710,7 @@ def prepare_kernel(
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
-    room: gl.int32, split: gl.int32, batch_invariant: gl.int32, parts: gl.int32,
+    room: gl.int32, split: gl.int32, batch_invariant: gl.int32, parts,
     K: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
     FLAGS: gl.constexpr, COSTS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
@@ -803,6 +803,9 @@ def prepare_kernel(
     # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
     if forgets is None:
         asked: gl.constexpr = -1
+    elif first_segment is not None:
+        # whose segments end is not known yet
+        asked = tile
     else:
         # in one register, where a condition would take another
         asked = gl.where(may_end_part(start - begin, to_end, parts), tile, -1) + gl.minimum(tile, 0)
@@ -876,7 +879,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     own = dict(
         **call.left("tiles", "decay", "semaphores", "forgets"),
         **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.device)),
-        parts=parts(problem, call.t.device, call.may_split),
+        parts=parts(problem, call.t.device) if "forgets" in call.workspace else None,
         **dict(FLAGS=FLAGS, COSTS=tuple(vars(SPLIT_COSTS).values())),
         OVERLAPS=plan is not None or overlaps_prepare(call),
     )

@@ -568,7 +568,7 @@ def prepare_steps_kernel(
     group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
-    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32, parts: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32, parts,
     K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, FLAGS: gl.constexpr, SAFE: gl.constexpr,
 ):  # fmt: skip
     """One chunk and value head; * goes to memory:
@@ -755,7 +755,8 @@ def prepare_steps(call: StageCall) -> Launch:
     ctas, rows = grid(problem)
     own = dict(
         **call.left("decay", "semaphores", "forgets"),
-        **dict(tiles_d=tiles(call.workspace["tiles"]), parts=parts(problem, call.t.device), FLAGS=FLAGS),
+        **dict(tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS),
+        parts=parts(problem, call.t.device) if "forgets" in call.workspace else None,
     )
     return Launch(
         prepare_steps_kernel,

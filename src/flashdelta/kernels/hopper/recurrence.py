@@ -498,8 +498,7 @@ def recurrence_kernel(
     first_segment, starts, forgets, border, packet, initial_state, final_state, state_indices, has_initial_state,
     lowest: gl.int32, pool_slots: gl.int32, has_initial: gl.int32, has_final: gl.int32, state_pitch: gl.int64,
     T: gl.int32, N: gl.int32, HV: gl.int32, slots: gl.int32, checkpoints: gl.int32,
-    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32,
-    parts: gl.int32,
+    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32, parts,
     K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, H_V_FIRST: gl.constexpr, STAGES: gl.constexpr,
     STREAM_K: gl.constexpr, STEPS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
@@ -522,19 +521,9 @@ def recurrence_kernel(
         tile_range = stream_k_range(cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, SLICES)
         carry += gl.program_id(0) * (BV * K)
         semaphores += gl.program_id(0)
+    PARTS = 1 if forgets is None or first_segment is not None else parts
     scheduler = TileScheduler(
-        tile_range,
-        first_segment,
-        cu_seqlens,
-        checkpoint_offsets,
-        T,
-        N,
-        HV,
-        slots,
-        checkpoints,
-        SLICES,
-        forgets,
-        1 if forgets is None or first_segment is not None else parts,
+        tile_range, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, SLICES, forgets, PARTS
     )
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
@@ -585,7 +574,7 @@ def recurrence(
     """The launch of the recurrence. With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after
     `prepare_steps`."""
     problem, t = call.problem, call.t
-    most = ctas(problem.V // TILE, t.device)
+    most, at_once = ctas(problem.V // TILE, t.device), parts(problem, t.device)
     overlaps = not steps and overlaps_prepare(call)
     fetched = 1 + (2 * problem.K // TILE + 1 if o is None else tiles_of_chunk(problem.K, steps))
     own = dict(
@@ -596,11 +585,11 @@ def recurrence(
         # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
         STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
         STREAM_K=not call.may_split and stream_k_pays(problem, most),
-        **dict(parts=parts(problem, t.device, call.may_split), STEPS=steps, OVERLAPS=overlaps),
+        **dict(parts=at_once if "forgets" in call.workspace else None, STEPS=steps, OVERLAPS=overlaps),
     )
     return Launch(
         recurrence_kernel,
-        most if call.may_split and problem.N > 0 else min(work_tiles(problem) * own["parts"], most),
+        most if call.may_split and problem.N > 0 else min(work_tiles(problem) * at_once, most),
         *bind_div8(recurrence_kernel, problem, t, own),
         num_warps=4,
         overlaps=overlaps,

@@ -443,11 +443,10 @@ def part_length(chunks, parts):
 
 @gluon.jit
 def may_end_part(start, count, parts):
-    """Says whether a work tile may begin after the chunk at token `start` of a sequence that has `count` tokens from there on:
-    with 0 `parts`, which are segments that the kernel does not know, after any."""
+    """Says whether a work tile may begin after the chunk at token `start` of a sequence with `count` tokens from there on."""
     passed = start // C + 1
     length = part_length(passed + (count - 1) // C, parts)
-    return (parts == 0) | ((count > C) & (passed % length == 0))
+    return (count > C) & (passed % length == 0)
 
 
 @gluon.jit
