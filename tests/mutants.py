@@ -122,7 +122,7 @@ MUTANTS = {
         ("kernels/hopper/segments.py", "(place == 0)", "(place == 1)"),
         ("kernels/hopper/verify.py", "nth > s", "nth >= s"),
         ("kernels/hopper/device/layouts.py", "(row < count)[", "(row <= count)["),
-        ("kernels/hopper/device/math.py", "grad * (lower_bound * rate)", "grad * lower_bound"),
+        ("kernels/shared/gluon/math.py", "grad * (lower_bound * rate)", "grad * lower_bound"),
         (
             "kernels/hopper/device/pipeline.py",
             "mbarrier.wait(self.full.index(stage), (iteration // self.STAGES) & 1)",

@@ -28,7 +28,7 @@ HOT = (
     ("transitions", "hopper tried K128 V128, fixed length"),
     ("decode", "hopper decode K128 V128, lower_bound"),
     ("wy", "hopper wy K128 V128 fixed length"),
-    ("prepare_bounded", "bf16 K128 V128 bounded"),
+    ("prepare_mma", "bf16 K128 V128 bounded"),
     ("recurrence", "bf16 K128 V128 bounded"),
     *(("decode", f"decode K128 V128, fp32 states, V first, N={N}") for N in (2, 256)),
 )

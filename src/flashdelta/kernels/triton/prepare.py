@@ -41,6 +41,7 @@ from ..shared.sequences import own_chunk
 from ..stages.launch import Config, StageCall, chunks, launch, precision, safe_blocks
 from .decays import split_decay, sums
 from .prepare_bounded import prepare_bounded_kernel
+from .prepare_mma import by_mma, prepare_mma
 from .sub_chunks import SUB, SUB_LEVELS, forward_substitution
 
 MAX_WIDTH = tl.constexpr(64)
@@ -344,6 +345,8 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = N
     """`Akk_inv`: receives the inverses in float32, or by token, for the backward pass. With `u`, that is left instead of the
     workspace's `Akk_inv`, which then has none."""
     problem = call.problem
+    if bounded(problem) and by_mma(problem, call.t):
+        return prepare_mma(call, Akk_inv)
     kernel = prepare_bounded_kernel if bounded(problem) else prepare_kernel
     own = dict(
         **call.left("w", "qg", "kg", "Aqk", "decay"),

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .layouts import ACC, BV, LEFT, C, as_left
-from .math import mma_first
+from .wgmma import mma_first
 
 FORGOTTEN = gl.constexpr(2.0**-40)
 """A chunk forgets if the norm of its M is no larger: that is the error, as a part of the state before it."""
