@@ -39,6 +39,10 @@ MUTANTS = {
         ("kernels/hopper/wy.py", "wait_tiles(outputs, phase)", "pass"),
         ("kernels/hopper/wy.py", "phase = next_phase(phase)", "pass"),
     ],
+    "gluon/test_bounded.py": [
+        ("kernels/triton/prepare_mma.py", "in_step >= column", "in_step > column"),
+        ("kernels/triton/prepare_mma.py", "* onward * onward", "* onward"),
+    ],
     "gluon/test_chunk.py::test_turns_change_no_bit": [
         ("kernels/hopper/prepare.py", "if tile == 0:", "if tile == -1:"),
         ("kernels/hopper/recurrence.py", "wait(semaphore - SLICES)", "pass"),
@@ -84,7 +88,6 @@ MUTANTS = {
         ("kernels/stages/finish.py", "K + tl.arange(0, K), total)", "K + tl.arange(0, K), 2.0 * total)"),
         ("kernels/triton/intra.py", "dG -= result * k_right", "dG += result * k_right"),
         ("kernels/triton/prepare.py", "return -dot(dot(inv_11, a_10", "return dot(dot(inv_11, a_10"),
-        ("kernels/triton/prepare_bounded.py", "(i >= j) if diagonal", "(i > j) if diagonal"),
         ("kernels/shared/gates.py", "lower_bound * s * (1.0 - s) * rate * grad", "lower_bound * s * (1.0 - s) * grad"),
         ("kernels/triton/sub_chunks.py", "X -= tl.where(row == r", "X += tl.where(row == r"),
     ],

@@ -1,4 +1,4 @@
-"""The portable kernels in bfloat16 with bounded decays, interpreted: `prepare_mma`, against float64 and `prepare_bounded`."""
+"""The portable kernels in bfloat16 with bounded decays, interpreted: `prepare_mma`, against float64 and `prepare`."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def bounded_call(case: Case) -> dict:
     return call | {"g": call["g"].to(BF16), "backend": "triton"}
 
 
-def before(call: dict) -> tuple[torch.Tensor, ...]:
+def by_levels(call: dict) -> tuple[torch.Tensor, ...]:
     with mock.patch.object(prepare, "by_mma", lambda problem, t: False):
         return poisoned(call)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_errors_are_those_of_prepare_bounded(case: Case):
+def test_errors_are_those_of_any_decays(case: Case):
     call = bounded_call(case)
-    found, old = poisoned(call), before(call)
+    found, old = poisoned(call), by_levels(call)
     assert not same_bits(found[0], old[0])
     for got, other, true in zip(found, old, truth(call)):
         assert relative_error(got, true) < 1.1 * relative_error(other, true)
@@ -63,4 +63,4 @@ def test_gradients(K: int):
 def test_rows_of_no_16_bytes_go_another_way():
     call = bounded_call(replace(SMALL, T=33))
     wide = torch.nn.functional.pad(call["k"], (0, 4))
-    assert all(map(same_bits, fd.chunk_kda(**call | {"k": wide[..., :-4]}), before(call)))
+    assert all(map(same_bits, fd.chunk_kda(**call | {"k": wide[..., :-4]}), by_levels(call)))
