@@ -23,13 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import CommitProblem, CommitTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
-from ..shared.scalars import SCALARS
-from ..stages.decode import commit_arguments
-from ..stages.launch import Config, launch
-from .device.compat import barrier
-from .device.layouts import BV
-from .device.math import multiply
-from .device.portable import (
+from ..shared.gluon.compat import barrier
+from ..shared.gluon.math import multiply
+from ..shared.gluon.portable import (
     RECORD_COUNTS,
     everywhere,
     record_counts,
@@ -39,7 +35,10 @@ from .device.portable import (
     stacked,
     two_parts,
 )
-from .launch import aligned
+from ..shared.scalars import SCALARS
+from ..stages.decode import commit_arguments
+from ..stages.launch import Config, aligned, launch
+from .device.layouts import BV
 
 
 @gluon.jit

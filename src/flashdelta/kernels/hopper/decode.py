@@ -23,12 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
-from ..shared.scalars import SCALARS
-from ..stages.decode import DECODE_FEW, decode_states, step_arguments
-from ..stages.launch import Config, launch
-from .device.compat import copy_async
-from .device.math import split_high_low
-from .device.portable import (
+from ..shared.gluon.compat import copy_async
+from ..shared.gluon.math import split_high_low
+from ..shared.gluon.portable import (
     L2_EPS,
     at_token,
     decay_rate,
@@ -40,7 +37,10 @@ from .device.portable import (
     source_slot,
     target_slot,
 )
-from .launch import aligned, prefetching_ctas
+from ..shared.scalars import SCALARS
+from ..stages.decode import DECODE_FEW, decode_states, step_arguments
+from ..stages.launch import Config, aligned, launch
+from .launch import prefetching_ctas
 
 
 @gluon.jit

@@ -23,13 +23,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import FusedProblem, FusedTensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
+from ..shared.gluon.compat import barrier, copy_async
+from ..shared.gluon.portable import (
+    L2_EPS,
+    LOG2E,
+    at_token,
+    everywhere,
+    exact_beta,
+    exact_log2_decay,
+    locate,
+    placed,
+    sigmoid,
+)
 from ..shared.scalars import SCALARS
 from ..stages.fused_decode import fused_arguments
-from ..stages.launch import Config, launch
+from ..stages.launch import Config, aligned, launch
 from .decode import fetch_to_cache, prefetch
-from .device.compat import barrier, copy_async
-from .device.portable import L2_EPS, LOG2E, at_token, everywhere, exact_beta, exact_log2_decay, locate, placed, sigmoid
-from .launch import aligned, prefetching_ctas
+from .launch import prefetching_ctas
 
 ROWS = gl.constexpr(32)
 """Value channels of a state that are copied and updated at a time."""

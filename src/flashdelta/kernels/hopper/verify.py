@@ -27,11 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
-from ..shared.scalars import SCALARS
-from ..stages.decode import decode_states, step_arguments
-from ..stages.launch import Config, launch
-from .device.math import dot3, multiply, pick, store_parts
-from .device.portable import (
+from ..shared.gluon.math import dot3, multiply, pick, store_parts
+from ..shared.gluon.portable import (
     AHEAD,
     L2_EPS,
     RECORD_COUNTS,
@@ -48,7 +45,9 @@ from .device.portable import (
     store_decay_and_key,
     two_parts,
 )
-from .launch import aligned
+from ..shared.scalars import SCALARS
+from ..stages.decode import decode_states, step_arguments
+from ..stages.launch import Config, aligned, launch
 
 STEP = gl.constexpr(32)
 """Key channels of the state that are loaded at a time: 8 MMAs deep, of which a thread has 4 adjacent ones, twice."""

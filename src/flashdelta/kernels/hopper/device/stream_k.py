@@ -12,16 +12,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...shared.gluon.portable import chunks_of, clamp_bounds, span_count
+from ...shared.gluon.steps import add
 from .layouts import C
-from .portable import chunks_of, clamp_bounds, span_count
 
 SHORT = gl.constexpr(2)
 """Chunks at a tile's start or end that are not cut off: passing the state on takes as long."""
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 @gluon.jit

@@ -13,9 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import base_value
 
-from .compat import aggregate
-from .layouts import BV, C
-from .portable import (
+from ...shared.gluon.compat import aggregate
+from ...shared.gluon.portable import (
     chunk_of_sequence,
     chunk_slots,
     chunks_of,
@@ -29,6 +28,7 @@ from .portable import (
     span_count,
     span_extent,
 )
+from .layouts import BV, C
 from .stream_k import range_tile, range_tiles
 
 # ---- scans ---------------------------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.runtime.jit import JITFunction
 
-from ...shared import gates as _gates
-from ...shared import mma as _mma
-from ...shared import norms as _norms
-from ...shared import records as _records
-from ...shared import segments as _segments
-from ...shared import sequences as _sequences
-from ...shared import states as _states
+from .. import gates as _gates
+from .. import mma as _mma
+from .. import norms as _norms
+from .. import records as _records
+from .. import segments as _segments
+from .. import sequences as _sequences
+from .. import states as _states
 
 
 def _gluon(function: JITFunction) -> JITFunction:
@@ -35,6 +35,7 @@ placed = _gluon(_states.placed)
 head_bias = _gluon(_gates.head_bias)
 sigmoid = _gluon(_gates.sigmoid)
 locate_tile = _gluon(_sequences.locate_work_tile)
+own_chunk = _gluon(_sequences.own_chunk)
 span_count = _gluon(_sequences.span_count)
 span_extent = _gluon(_sequences.span_extent)
 
