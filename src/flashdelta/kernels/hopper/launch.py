@@ -78,9 +78,9 @@ def aligned(x: Tensor, unit: int = 8) -> bool:
 
 def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
     """Lays out inputs so that the kernels can read them."""
-    t, of_beta = laid_out(t, ("beta",), lambda x: near(x, 1))
+    t, of_beta = laid_out(t, ("beta", "g"), lambda x: x.dim() == 4 or near(x, 1))
     t, others = laid_out(t, (*portable.DENSE, *portable.DENSE_TOO["chunk"]))
-    t, of_rows = read(t, portable.ROWS, aligned)
+    t, of_rows = read(t, portable.ROWS, lambda x: x.dim() == 3 or aligned(x))
     return t, of_beta + others + of_rows
 
 

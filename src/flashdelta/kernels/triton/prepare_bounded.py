@@ -96,7 +96,7 @@ def prepare_bounded_kernel(
     k_batch: tl.int64, k_token: tl.int64, k_head: tl.int64, g_batch: tl.int64, g_token: tl.int64, g_head: tl.int64,
     beta_batch: tl.int64, beta_token: tl.int64, beta_head: tl.int64,
     C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
-    L2NORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    L2NORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SCALAR: tl.constexpr,
 ):  # fmt: skip
     """`w = (I + Akk)^-1 diag(beta) (k exp(G))`, and all else of the contract in `prepare.py` but `u`."""
     BLOCKS: tl.constexpr = C // BLOCK_ROWS
@@ -149,10 +149,11 @@ def prepare_bounded_kernel(
         for s in tl.range(0, K, BK, num_stages=STAGES):
             column = s + tl.arange(0, BK)[None, :]
             here = token[:, None] * K + column
+            of_g = column * 0 if SCALAR else column
             bias = 0.0
             if dt_bias is not None:
-                bias = tl.load(dt_bias + head * K + column).to(tl.float32)
-            x = tl.load(g + token[:, None] * g_token + column, mask=valid[:, None], other=0.0).to(tl.float32)
+                bias = tl.load(dt_bias + head * (1 if SCALAR else K) + of_g).to(tl.float32)
+            x = tl.load(g + token[:, None] * g_token + of_g, mask=valid[:, None], other=0.0).to(tl.float32)
             tile_k = tl.load(k + token[:, None] * k_token + column, mask=valid[:, None], other=0.0)
             tile_q = tl.load(q + token[:, None] * q_token + column, mask=valid[:, None], other=0.0)
             high, low = split_decay(x + bias, rate, lower_bound, valid[:, None], GATE)
@@ -163,7 +164,7 @@ def prepare_bounded_kernel(
             block_decay = exp_g * exp_g_last_minus_g
             if block == 1:
                 valid_0 = row < count
-                x = tl.load(g + row[:, None] * g_token + column, mask=valid_0[:, None], other=0.0).to(tl.float32)
+                x = tl.load(g + row[:, None] * g_token + of_g, mask=valid_0[:, None], other=0.0).to(tl.float32)
                 k_0 = tl.load(k + row[:, None] * k_token + column, mask=valid_0[:, None], other=0.0)
                 high, low = split_decay(x + bias, rate, lower_bound, valid_0[:, None], GATE)
                 exp_g_last_minus_g_0 = tl.exp2(sums(row[None, :] > row[:, None], high, low))
