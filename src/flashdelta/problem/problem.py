@@ -132,7 +132,8 @@ class ConvolutionTensors(SequenceTensors):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTensors(SequenceTensors):
-    """Tokens of Kimi Delta Attention. `A_log [HV]`, `dt_bias [HV, K]`."""
+    """Tokens of Kimi Delta Attention. `A_log [HV]`, `dt_bias [HV, K]`; of scalar decays g and `dt_bias` are views of one
+    channel."""
 
     q: Tensor
     k: Tensor
@@ -386,7 +387,8 @@ class ConvolutionProblem(SequenceProblem):
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem(SequenceProblem):
     """`beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
-    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`."""
+    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `scalar_decay`: the channels of g are one
+    (`gate_by_channel`)."""
 
     scale: float
     gate: str
@@ -401,6 +403,7 @@ class AttentionProblem(SequenceProblem):
     V: int = derived(lambda t: t.v.shape[3])
     g_dtype: torch.dtype = derived(lambda t: t.g.dtype)
     beta_dtype: torch.dtype = derived(lambda t: t.beta.dtype)
+    scalar_decay: bool = derived(lambda t: t.g.stride(-1) == 0)
     has_A_log: bool = derived(lambda t: t.A_log is not None)
     has_dt_bias: bool = derived(lambda t: t.dt_bias is not None)
 
@@ -536,9 +539,10 @@ class StepProblem(AttentionProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedProblem(StepProblem):
-    """A step of the layer: `taps` of the convolution, `eps` of the norm."""
+    """A step of the layer: `taps` of the convolution, `eps` of the norm, `output_activation` of its gate."""
 
     eps: float
+    output_activation: str
     taps: int = derived(lambda t: t.weight.shape[-1])
 
 
@@ -568,6 +572,16 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 def packet_columns(ranks: int, K: int, V: int) -> int:
     """Columns of M and b that ranks tell each other: of two none is between others, and M is not needed."""
     return V if ranks <= 2 else K + V
+
+
+def gate_by_channel(
+    K: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gate's input and parameters in canonical shape, as views. Of scalar decays all K channels are one."""
+    HV = g.shape[2]
+    if g.dim() == 3:
+        g, dt_bias = (x if x is None else x[..., None].expand(*x.shape, K) for x in (g, dt_bias))
+    return g, A_log if A_log is None else A_log.view(HV), dt_bias if dt_bias is None else dt_bias.view(HV, K)
 
 
 def record_width(K: int, V: int) -> int:
