@@ -103,8 +103,8 @@ MUTANTS = {
         ("runtime/autograd.py", "{name: x.contiguous() for", "{name: x for"),
     ],
     "gluon/test_short.py": [
-        ("kernels/hopper/short.py", "if first > 0:", "if first > C:"),
-        ("kernels/hopper/short.py", "async_copy.wait_group(0)", "pass"),
+        ("kernels/hopper/short.py", "first + i + read", "first + read"),
+        ("kernels/hopper/short.py", "async_copy.wait_group(0)\n    fence", "fence"),
     ],
     "gluon/test_smoke.py": [
         ("kernels/hopper/decode.py", "wait_group(TILES - 1 - i)", "wait_group(TILES - i)"),

@@ -318,9 +318,12 @@ def warpgroup_mma(
 
     def compute() -> None:
         left, right = (memory.from_memory(x.cells, x.dtype) if isinstance(x, Shared) else x.data for x in (a, b))
-        found.data = product(left, right, a.dtype, precision)
-        if add:
-            found.data = found.data + acc.data
+        # 16 channels at a time and exact, so that no bit depends on the product's shape
+        sums = acc.data if add else np.zeros(acc.shape, np.float32)
+        left, right = (as_operand(x, a.dtype, precision).astype(np.float64) for x in (left, right))
+        for k in range(0, left.shape[1], 16):
+            sums = (sums + left[:, k : k + 16] @ right[k : k + 16]).astype(np.float32)
+        found.data = sums
 
     now().mmas.append(compute)
     if is_async:

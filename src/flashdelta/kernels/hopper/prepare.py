@@ -27,7 +27,7 @@ from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
-from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, position, store_block, store_tile
+from .device.layouts import ACC, ACC_HALF, LEFT, beside, position, store_block, store_tile
 from .device.math import (
     LOWEST,
     LOWEST_HALF,
@@ -152,29 +152,31 @@ def make_buffers(dt_bias, KH):
 @gluon.jit
 def load_bias(dt_bias, head, K):
     """The gate's bias of a value head, `[K]`. Volatile, as the rate is."""
-    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
 
 
 @gluon.jit
-def copy_pair(shared, first, first_token, first_count, second, second_token, second_count):
-    """Starts the copy of equally many rows of two tensors, all channels, to `shared [halves * rows, 64]`, where each half of
+def copy_pair(shared, first, first_token, first_count, second, second_token, second_count, TOKENS=32):
+    """Starts the copy of `TOKENS` rows each of two tensors, all channels, to `shared [halves * rows, 64]`, where each half of
     the channels has the rows of the first, then those of the second. Zeros from the counts on."""
-    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
-    token = row % 32
-    at_first = (row // 32) % 2 == 0
+    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, copy_l))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, copy_l))
+    token = row % TOKENS
+    at_first = (row // TOKENS) % 2 == 0
     at = gl.where(at_first, first + token * (first_token * 8), second + token * (second_token * 8))
     at = gl.multiple_of(at, 16)  # Triton 3.9 does not see it through the choice
     inside = token < gl.where(at_first, first_count, second_count)
-    copy_async(shared, (at + row // 64 * 64)[:, None] + column[None, :], mask=inside[:, None])
+    copy_async(shared, (at + row // (2 * TOKENS) * 64)[:, None] + column[None, :], mask=inside[:, None])
 
 
 @gluon.jit
 def copy_tokens(shared, x, x_token, count, TOKENS):
     """Starts the copy of `TOKENS` rows, all channels, to `shared [halves * TOKENS, 64]`. Zeros from `count` on."""
-    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
+    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, copy_l))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, copy_l))
     at = x + ((row % TOKENS) * (x_token * 8) + row // TOKENS * 64)
     copy_async(shared, at[:, None] + column[None, :], mask=(row % TOKENS < count)[:, None])
 
@@ -192,28 +194,36 @@ def load_gate(buffers, h, dtype: gl.constexpr):
     return first.reshape([4, 8, 64]).load(BLOCK), second.reshape([4, 8, 64]).load(BLOCK)
 
 
+@gluon.constexpr_function
+def gram_layout(warps: int) -> gl.NVMMADistributedLayout:
+    """The layout of accumulators `[warps, 16, 16]`, one a warp."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1, 1], instr_shape=[1, 16, 8])
+
+
 @gluon.jit
 def pair_norm_factors(pair_s, scale, KEYS_FIRST, L2NORM):
-    """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
+    """Factors `[B, 16]` of the rows of a pair of blocks `[KH, 16 B, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
     `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
-    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
-    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    row_l: gl.constexpr = gl.SliceLayout(2, GRAM)
+    BLOCKS: gl.constexpr = pair_s.shape[1] // 16
+    gram_l: gl.constexpr = gram_layout(BLOCKS)
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=gram_l, k_width=2)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=gram_l, k_width=2)
+    row_l: gl.constexpr = gl.SliceLayout(2, gram_l)
     if L2NORM:
         KH: gl.constexpr = pair_s.shape[0]
-        gram = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
+        gram = gl.zeros((BLOCKS, 16, 16), gl.float32, layout=gram_l)
         for h in gl.static_range(KH):
-            rows = pair_s.index(h).reshape([4, 16, 64])
+            rows = pair_s.index(h).reshape([BLOCKS, 16, 64])
             # the right operand is loaded, too: taken from the left one's registers, each would have to be moved
             gram = mma_v2(rows.load(left_l), rows.permute((0, 2, 1)).load(right_l), gram)
         i = gl.arange(0, 16, layout=gl.SliceLayout(0, row_l))
-        j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, GRAM)))
+        j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, gram_l)))
         total = gl.sum(gl.where(i[None, :, None] == j[None, None, :], gram, 0.0), axis=2)
         factor = gl.rsqrt(total + L2_EPS)
     else:
-        factor = gl.full((4, 16), 1.0, gl.float32, layout=row_l)
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, row_l))[:, None]
-    return gl.where((tile < 2) == KEYS_FIRST, factor, factor * scale)
+        factor = gl.full((BLOCKS, 16), 1.0, gl.float32, layout=row_l)
+    tile = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, row_l))[:, None]
+    return gl.where((tile < BLOCKS // 2) == KEYS_FIRST, factor, factor * scale)
 
 
 @gluon.jit
@@ -243,15 +253,16 @@ def decay_steps(x, bias, rate, unit_s, GATE, SAFE):
 
 @gluon.jit
 def running_sums(step):
-    """Inclusive sums of log2 decays `step [4, R, 64]` along the rows, of which a thread has all in 2 channels, and the totals
-    `[4, 64]`."""
+    """Inclusive sums of log2 decays `step [warps, R, 64]` along the rows, of which a thread has all in 2 channels, and the
+    totals `[warps, 64]`."""
+    W: gl.constexpr = step.shape[0]
     R: gl.constexpr = step.shape[1]
     layout: gl.constexpr = step.type.layout
-    flat_l: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [1, 4], [1, 0])
-    flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([R, 256]), flat_l, assert_trivial=True)
+    flat_l: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [1, W], [1, 0])
+    flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([R, W * 64]), flat_l, assert_trivial=True)
     c = gl.associative_scan(flat, 0, add)
-    total = gl.convert_layout(gl.reduce(c, 0, last).reshape([4, 64]), gl.SliceLayout(1, layout), assert_trivial=True)
-    c = gl.convert_layout(c.reshape([R, 4, 64]).permute((1, 0, 2)), layout, assert_trivial=True)
+    total = gl.convert_layout(gl.reduce(c, 0, last).reshape([W, 64]), gl.SliceLayout(1, layout), assert_trivial=True)
+    c = gl.convert_layout(c.reshape([R, W, 64]).permute((1, 0, 2)), layout, assert_trivial=True)
     return c, total
 
 

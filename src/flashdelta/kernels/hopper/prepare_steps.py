@@ -66,11 +66,11 @@ from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, pair
 
 
 @gluon.constexpr_function
-def part_layout(KH: int) -> gl.BlockedLayout:
-    """The layout of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 a
-    warp has a step of a half of the channels, and a part is half of each step; with K = 64 a warp has half a step, a part all
-    rows."""
-    return gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [KH, 2, 2 // KH, 1, 1], [4, 3, 2, 1, 0])
+def part_layout(KH: int, WARPS: int) -> gl.BlockedLayout:
+    """The layout of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 and
+    four warps a warp has a step of a half of the channels, and a part is half of each step; with K = 64 or eight warps a warp
+    has half a step, a part all rows."""
+    return gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [KH, 2, WARPS // (2 * KH), 1, 1], [4, 3, 2, 1, 0])
 
 
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
@@ -89,16 +89,18 @@ STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
 @gluon.jit
 def part(shared, i: gl.constexpr):
-    """The rows before the references of a chunk with K = 128, or from them on; with K = 64 all rows."""
+    """The rows before the references of a chunk with K = 128, or from them on; with K = 64 or eight warps all rows."""
     KH: gl.constexpr = shared.shape[0] // 64
-    return shared.reshape([KH, 2, 2, 16, 64]).slice(i * (2 // KH), 2 // KH, 2)
+    HALVES: gl.constexpr = gl.num_warps() // (2 * KH)
+    return shared.reshape([KH, 2, 2, 16, 64]).slice(i * HALVES, HALVES, 2)
 
 
 @gluon.jit
 def row_values(shared, i: gl.constexpr, KH):
     """Values of the rows of a part."""
-    rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH)))
-    return shared.reshape([2, 2, 16]).slice(i * (2 // KH), 2 // KH, 1).load(rows_l)[None, :, :, :, None]
+    HALVES: gl.constexpr = gl.num_warps() // (2 * KH)
+    rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH, gl.num_warps())))
+    return shared.reshape([2, 2, 16]).slice(i * HALVES, HALVES, 1).load(rows_l)[None, :, :, :, None]
 
 
 @gluon.jit
@@ -115,9 +117,9 @@ def may_fit(bias_s, rate):
 def part_sums(step):
     """Sums of log2 decays of a part along its rows, and their totals `[half, step, halves of a step, channel]`."""
     layout: gl.constexpr = step.type.layout
-    KH: gl.constexpr = step.shape[0]
-    c, total = running_sums(step.reshape([4, 16, 64]))
-    total = gl.convert_layout(total.reshape([KH, 2, 2 // KH, 64]), gl.SliceLayout(3, layout), assert_trivial=True)
+    c, total = running_sums(step.reshape([gl.num_warps(), 16, 64]))
+    total = total.reshape([step.shape[0], 2, step.shape[2], 64])
+    total = gl.convert_layout(total, gl.SliceLayout(3, layout), assert_trivial=True)
     return gl.convert_layout(c.reshape(step.shape), layout, assert_trivial=True), total
 
 
@@ -125,7 +127,7 @@ def part_sums(step):
 def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE, SAFE):
     """`part_sums` of part `i`, from the gate's input."""
     KH: gl.constexpr = g_s.shape[0] // 64
-    x = widen(part(g_s, i).load(part_layout(KH)))
+    x = widen(part(g_s, i).load(part_layout(KH, gl.num_warps())))
     step = gate(x, biases, rate, GATE) if SAFE else unbounded_gate(x, biases, GATE, False)
     return part_sums(step * row_values(unit_s, i, KH))
 
@@ -404,10 +406,10 @@ def masked(x, mask):
 
 
 @gluon.jit
-def step_operands(x):
+def step_operands(x, PARENT: gl.constexpr = ACC):
     """From both steps' matrices `[64, 32]` in bf16: the left operands in registers of a product with the chunk's rows, 16 rows
     at a time."""
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PARENT, k_width=2)
     left, right = gl.split(x.reshape([64, 2, 16]).permute((0, 2, 1)))
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None]
     first = gl.where(row < 32, -1, 0)
@@ -540,7 +542,7 @@ def prepare_steps_kernel(
     -w [64, K]               in the keys' place                 * -w
     """
     KH: gl.constexpr = K // 64
-    LAYOUT: gl.constexpr = part_layout(KH)
+    LAYOUT: gl.constexpr = part_layout(KH, 4)
     # as in `prepare`
     head, slot, tile = last_chunks_first(HV, not SAFE)
     if tile == 0:

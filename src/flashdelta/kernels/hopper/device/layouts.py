@@ -135,7 +135,7 @@ def store_halves(states, at, next_, first, second, wanted, K, IN_ORDER=False):
 
 
 @gluon.jit
-def as_left(x, ORDERED=True):
+def as_left(x, ORDERED=True, LEFT: gl.constexpr = LEFT):
     """An accumulator, rounded to bf16, as a left operand in registers. `ORDERED`: before the next MMA starts; LLVM would put it
     between MMAs in flight, for which ptxas then waits."""
     if ORDERED:

@@ -271,8 +271,8 @@ def store_parts(rows_s, rows):
 
 @gluon.jit
 def column_halves(x, layout: gl.constexpr):
-    """Columns [0, 32) and [32, 64) of `x [64, 64]`, in `layout`; no data moves between threads."""
-    left, right = gl.split(x.reshape([64, 2, 32]).permute((0, 2, 1)))
+    """Columns [0, 32) and [32, 64) of `x [R, 64]`, in `layout`; no data moves between threads."""
+    left, right = gl.split(x.reshape([x.shape[0], 2, 32]).permute((0, 2, 1)))
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
 
 
