@@ -118,7 +118,7 @@ def bind_div8(kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[st
 
 
 def ctas(slices: int, device: torch.device) -> int:
-    """Persistent CTAs of a scan, one an SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
+    """Persistent CTAs of a scan, one per SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
     of its SMs only (MPS) runs them one after another."""
     return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
 
