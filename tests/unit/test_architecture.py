@@ -1,4 +1,4 @@
-"""The layout holds: imports go one way, a basename means one thing, and functions stay short. docs/architecture.md shows it."""
+"""The layout holds: imports go one way, as docs/architecture.md shows, and functions stay short."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "flashdelta"
-KERNELS = ("kernels.hopper", "kernels.triton", "kernels.stages", "kernels.shared")
-FLOORS = ("ops", "runtime", "backends", *KERNELS, "reference", "program", "problem")
+TABLE = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+FLOORS = tuple(line.split()[0] for line in TABLE.splitlines()[1:])
 """From the top; a module imports from its own floor or from one below. What stands beside them may use all."""
+
+KERNELS = tuple(x for x in FLOORS if x.startswith("kernels."))
 
 ELSEWHERE = {"parallel": "problem", "parallel.merge": "kernels.stages"}
 """Floors of the folder for several GPUs: a call's problem has a context, and merging is part of building a program."""
 
-BESIDE = ("nn", "integrations", "testing", "tools", "kernels", "__init__", "__main__")
+BESIDE = ("nn", "integrations", "tools", "kernels", "__init__", "__main__")
 
 LONGEST = 60
 

@@ -34,8 +34,8 @@ def test_a_missing_package_is_named_in_one_line(package: str):
     line, wanted = WITHOUT[package]
     done = command(*line.split(" "), before=f"import sys; sys.modules[{package!r}] = None")
     assert done.returncode == 2 and done.stdout == ""
-    last = done.stderr.splitlines()[-1]  # the demo first says what it is about to write
-    assert last == f"flashdelta: {package} is not installed; run: pip install {wanted}"
+    progress = "writing 1 characters; kernels compile on first use\n" if package == "safetensors" else ""
+    assert done.stderr == f"{progress}flashdelta: {package} is not installed; run: pip install {wanted}\n"
 
 
 IN_AN_IMPORT = """
