@@ -98,7 +98,7 @@ def in_one_launch(problem: ChunkProblem, device: torch.device) -> bool:
 def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
     """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
     t, copies = prepare_inputs(t)
-    wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
+    wanted = {**(steps_layout if steps else layout)(problem), **split_layout(problem, t.device, steps)}
     return StageSet(
         *(problem, t, copies, wanted, arch),
         *(prepare_steps if steps else prepare, before_segments),

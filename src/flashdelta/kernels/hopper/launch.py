@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
 
-from ...problem.problem import ChunkProblem, ChunkTensors, Problem, Tensors, WyTensors
+from ...problem.problem import AUTO, ChunkProblem, ChunkTensors, Problem, Tensors, WyTensors
 from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
 from ..stages import launch as portable
@@ -121,6 +121,23 @@ def ctas(slices: int, device: torch.device) -> int:
     """Persistent CTAs of a scan, one an SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
     of its SMs only (MPS) runs them one after another."""
     return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
+
+
+def may_begin_afresh(problem: ChunkProblem) -> bool:
+    """Says whether a work tile may begin where a chunk forgets: not in what the backward pass will compute again, nor in what
+    must not depend on the batch, nor where states inside a sequence are asked for."""
+    own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1 or problem.operation != "chunk"
+    inside = problem.return_intermediate_states or problem.checkpoints > 0 or problem.checkpoint_every > 0
+    # with unbounded gates `prepare_steps` would spill
+    return problem.K == 128 and problem.split == AUTO and problem.safe_gate and not own and not inside
+
+
+def parts(problem: ChunkProblem, device: torch.device) -> int:
+    """Parts of each sequence that SMs would be idle without, if it may not be split. In a pool the last one might store the
+    final state before the first has read the initial one."""
+    # no more than `TileScheduler` can tell
+    at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), 32)
+    return max(at_once, 1) if may_begin_afresh(problem) and not problem.has_pool else 1
 
 
 def overlaps_prepare(call: portable.StageCall) -> bool:

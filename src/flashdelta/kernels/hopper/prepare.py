@@ -39,6 +39,7 @@ from .device.math import (
     gate_bias,
     gate_unit,
     high_pair,
+    larger,
     last,
     low_pair,
     mma3,
@@ -49,8 +50,8 @@ from .device.math import (
     widen,
 )
 from .device.stream_k import add
-from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, bind_div8, overlaps_prepare
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
+from .launch import FLAGS, bind_div8, overlaps_prepare, parts
 from .segments import SPLIT_COSTS, plan_segments, room
 
 # registers of four warps; a thread has all tokens that it sums over
@@ -71,6 +72,10 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+FORGOTTEN = gl.constexpr(2.0**-60)
+"""A chunk forgets if the norm of its M is no larger: that is the error, as a part of the state before it."""
+
+
 @aggregate
 class Buffers:
     """Shared memory. What is stored or loaded without a barrier between lies in allocations of its own: the compiler puts a
@@ -88,6 +93,7 @@ class Buffers:
     beta: gl.shared_memory_descriptor
     unit: gl.shared_memory_descriptor
     bias: base_value
+    largest: base_value
     KH: gl.constexpr
 
     @gluon.jit
@@ -122,13 +128,21 @@ class Buffers:
         return reinterpret(self.small, gl.float32, [8, 256], FLAT)
 
     @gluon.jit
+    def store_keys(self, kg, x, h, block: gl.constexpr, asked):
+        """`store_block` of a block's half of kg; at a border the largest elements of its sub-chunks, to `largest [2 KH, 4]`."""
+        store_block(kg, x)
+        if asked >= 0:
+            of_channels = gl.reduce(gl.abs(x), 1, larger)
+            self.largest.index(2 * h + block).store(gl.reduce(of_channels, 1, larger))
+
+    @gluon.jit
     def both_totals(self, h):
         """`[2, 4, 64]`: of both blocks."""
         return reinterpret(self.small, gl.float32, [4, 512], FLAT).index(h).reshape([2, 4, 64])
 
 
 @gluon.jit
-def make_buffers(dt_bias, KH):
+def make_buffers(dt_bias, forgets, KH):
     pair0 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     pair1 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     right0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
@@ -146,7 +160,13 @@ def make_buffers(dt_bias, KH):
         bias = gl.allocate_shared_memory(gl.float32, [KH, 64], FLAT)
     else:
         bias: gl.constexpr = None  # type: ignore[no-redef]
-    return Buffers(pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, KH)
+    if forgets is not None:
+        largest = gl.allocate_shared_memory(gl.float32, [2 * KH, 4], FLAT)
+    else:
+        largest: gl.constexpr = None  # type: ignore[no-redef]
+    return Buffers(
+        pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, largest, KH
+    )
 
 
 @gluon.jit
@@ -405,7 +425,7 @@ def store_sums(buffers, rate, dtype: gl.constexpr, GATE):
 
 
 @gluon.jit
-def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM):
+def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM, asked):
     """Stores `qg`, `kg` and `decay`, and leaves `k a` in the pairs. Accumulators `[64, 32]`: `upper`, of pair 0 by block 0's
     columns; `lower` and `right`, of pair 1 by block 0's and by block 1's.
 
@@ -451,7 +471,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         store_block(qg, qa * from_start[None, None, :])
         # in two factors: each fits in fp32, their product need not
         kb = kb * exp2(whole0 - middle0)[None, None, :]
-        store_block(kg, kb * exp2(whole1)[None, None, :])
+        buffers.store_keys(kg, kb * exp2(whole1)[None, None, :], h, 0, asked)
         moved = (kb * exp2(middle1)[None, None, :]).to(gl.bfloat16)
 
         d = c1 + (before1 - middle1[None, :])[:, None, :]
@@ -464,7 +484,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         from_start = exp2(whole0 + middle1)
         buffers.between.index(h).store(exp2(whole0 - middle0 + middle1))
         store_block(qg + 2048, qa * from_start[None, None, :])
-        store_block(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :])
+        buffers.store_keys(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :], h, 1, asked)
 
     fence_async_shared()
     upper = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
@@ -637,7 +657,7 @@ def inverse(minus_A, buffers):
 @gluon.jit
 def store_w(tiles, high, low, buffers):
     """`-w = -inverse (k exp G)`, with the inverse as `high + low` and `k a` of the pairs: relative to block 1's reference
-    first, then moved to block 0's, then to the chunk's start."""
+    first, then moved to block 0's, then to the chunk's start. Returns its halves."""
     KH: gl.constexpr = buffers.KH
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     high0, high1 = column_halves(high, LEFT)
@@ -654,21 +674,44 @@ def store_w(tiles, high, low, buffers):
     if KH == 2:
         w_right = weighted(high0, low0, buffers.keys(0).index(2), w_right, True)
         w, w_right, high0, low0 = warpgroup_mma_wait(0, deps=[w, w_right, high0, low0])
-        store_tile(tiles + 4096, w_right * buffers.from_start.index(1).load(gl.SliceLayout(0, ACC))[None, :], 0)
+        w_right *= buffers.from_start.index(1).load(gl.SliceLayout(0, ACC))[None, :]
+        store_tile(tiles + 4096, w_right, 0)
     else:
+        w_right = w
         w, high0, low0 = warpgroup_mma_wait(0, deps=[w, high0, low0])
-    store_tile(tiles, w * buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :], 0)
+    w *= buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :]
+    store_tile(tiles, w, 0)
+    return w, w_right
+
+
+@gluon.jit
+def does_forget(buffers, w_left, w_right):
+    """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing:
+
+        |M| = |diag(decay) - kg^T w| <= sum_c decay_c + sum_i |kg_i| |w_i|
+
+    `|w_i|` is at most `sqrt(K)` times the largest element of its row, `|kg_i|` times that of its sub-chunk, and decays are at
+    most those up to the references. Rounding adds less than 1 %."""
+    lanes_l: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    largest = larger(gl.reduce(gl.abs(w_left), 1, larger), gl.reduce(gl.abs(w_right), 1, larger))
+    w = gl.sum(largest.reshape([8, 8]), axis=1)
+    largest_s = reinterpret(buffers.largest, gl.float32, [2, 8], FLAT)
+    kg = larger(largest_s.index(0).load(w.type.layout), largest_s.index(1).load(w.type.layout))
+    minus_decay = reinterpret(buffers.from_start, gl.float32, [128], FLAT).load(lanes_l)
+    minus_decay *= reinterpret(buffers.between, gl.float32, [128], FLAT).load(lanes_l)
+    bound = gl.sum(w * kg, axis=0) * 128 - gl.sum(minus_decay, axis=0)
+    return bound * 1.01 <= FORGOTTEN
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
-    tiles, decay, semaphores, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    tiles, decay, semaphores, forgets, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
-    room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
+    room: gl.int32, split: gl.int32, batch_invariant: gl.int32, parts,
     K: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
     FLAGS: gl.constexpr, COSTS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
@@ -721,11 +764,12 @@ def prepare_kernel(
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
         bias = load_bias(dt_bias, head, K)
-    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, not SAFE)
+    batch, start, count, begin = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, not SAFE)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
     start = start.to(gl.int32)
+    to_end = count
     count = gl.minimum(count, 64).to(gl.int32)
     qk_head = head
     if group > 1:
@@ -739,7 +783,7 @@ def prepare_kernel(
     tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K
 
-    buffers = make_buffers(dt_bias, KH)
+    buffers = make_buffers(dt_bias, forgets, KH)
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
@@ -756,6 +800,16 @@ def prepare_kernel(
     copy_pair(buffers.pair0, k, k_token, count, q, q_token, count)
     copy_pair(buffers.pair1, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32)
     async_copy.commit_group()
+
+    # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
+    if forgets is None:
+        asked: gl.constexpr = -1
+    elif first_segment is not None:
+        # whose segments end is not known yet
+        asked = tile
+    else:
+        # in one register, where a condition would take another
+        asked = gl.where(may_end_part(start - begin, to_end, parts), tile, -1) + gl.minimum(tile, 0)
 
     sub_chunk = gl.arange(0, 4, layout=gl.SliceLayout(1, TOTALS))
     column = gl.arange(0, 64, layout=COLUMNS)
@@ -782,10 +836,12 @@ def prepare_kernel(
     half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
     if fits:
-        upper, lower, right = bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM)
+        upper, lower, right = bounded_pairs(
+            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
+        )
     else:
         upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
-    if not SAFE:
+    if not SAFE or forgets is not None:
         # anew: they would be spilled
         betas = buffers.beta.load(gl.SliceLayout(1, ACC))
     minus_A, Aqk = minus_A_and_Aqk(upper, lower, right, betas, half_row, half_column)
@@ -806,7 +862,9 @@ def prepare_kernel(
     high = round_pairs(weights)
     low = (weights - high.to(gl.float32)).to(gl.bfloat16)
     store_tile(tiles + 3 * KH * 4096, high, 0)
-    store_w(tiles, high, low, buffers)
+    w_left, w_right = store_w(tiles, high, low, buffers)
+    if asked >= 0:
+        gl.store(forgets + asked, does_forget(buffers, w_left, w_right).to(gl.int32))
 
 
 def grid(problem: ChunkProblem) -> tuple[int, int]:
@@ -820,10 +878,11 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     ctas, rows = grid(problem)
     plan = call.workspace["first_segment"] if call.forms_segments else None
     own = dict(
-        **call.left("tiles", "decay", "semaphores"),
+        **call.left("tiles", "decay", "semaphores", "forgets"),
         **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.device)),
-        COSTS=tuple(vars(SPLIT_COSTS).values()),
-        **dict(FLAGS=FLAGS, OVERLAPS=plan is not None or overlaps_prepare(call)),
+        parts=parts(problem, call.t.device) if "forgets" in call.workspace else None,
+        **dict(FLAGS=FLAGS, COSTS=tuple(vars(SPLIT_COSTS).values())),
+        OVERLAPS=plan is not None or overlaps_prepare(call),
     )
     return Launch(
         prepare_kernel,

@@ -52,6 +52,7 @@ from .device.math import (
     gate,
     gate_bias,
     gate_unit,
+    larger,
     log2,
     pick,
     round_pairs,
@@ -60,9 +61,21 @@ from .device.math import (
     wide,
     widen,
 )
-from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, bind_div8, tiles
-from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, pair_norm_factors, running_sums, weighted
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
+from .launch import FLAGS, bind_div8, parts, tiles
+from .prepare import (
+    FLAT,
+    FORGOTTEN,
+    GRAM,
+    PLAIN,
+    TILE,
+    copy_tokens,
+    grid,
+    load_bias,
+    pair_norm_factors,
+    running_sums,
+    weighted,
+)
 
 
 @gluon.constexpr_function
@@ -513,14 +526,49 @@ def weigh_keys(X, Aqk, keys, X_s, beta_s, place, row, zero):
     return place
 
 
+@gluon.jit
+def largest_of_rows(tile_s, factors_s):
+    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[2, 32]`; times
+    factors of each step's channels, unless that is None."""
+    KH: gl.constexpr = tile_s.shape[0] // 64
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 32], [1, 16, 2], [2, 2, 1], [2, 1, 0])
+    for h in gl.static_range(KH):
+        half_s = reinterpret(tile_s, gl.bfloat16, [KH, 64, 64], TILE).index(h)
+        x = gl.abs(widen(half_s.reshape([2, 32, 64]).load(ROWS)))
+        if factors_s is not None:
+            factors_h = reinterpret(factors_s, gl.float32, [KH, 128], FLAT).index(h).reshape([2, 64])
+            x *= factors_h.load(gl.SliceLayout(1, ROWS))[:, None, :]
+        rows = gl.reduce(x, 2, larger)
+        most = larger(most, rows) if h > 0 else rows  # noqa: F821 (the loop is unrolled)
+    return most
+
+
+@gluon.jit
+def does_forget(decay, largest_kb_s, largest_w, K):
+    """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing.
+    Of each step, with D = diag(exp(G_C - G_m)),
+
+        |M| = |D (I - kb^T w) diag(exp(G_m))| <= max exp(G_m) (max D + sum_i |D kb_i| |w_i|)
+
+    and norms of rows are at most `sqrt(K)` times their largest elements. Logarithms, as products would underflow."""
+    decays = gl.load(decay + gl.arange(0, 4 * K, layout=gl.BlockedLayout([K // 32], [32], [4], [0])))
+    most = gl.reduce(decays.reshape([2, 2, K]), 2, larger)
+    later = gl.arange(0, 2, layout=gl.SliceLayout(0, most.type.layout))[None, :] > 0
+    products = K * gl.sum(largest_w * largest_kb_s.reshape([2, 32]).load(largest_w.type.layout), axis=1)
+    after = gl.sum(gl.where(later, most, 0.0), axis=1)
+    after += gl.convert_layout(products, after.type.layout)
+    bound = log2(gl.sum(gl.where(later, 0.0, most), axis=1)) + log2(after)
+    return exp2(gl.sum(bound, axis=0)) * 1.01 <= FORGOTTEN
+
+
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_steps_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
-    tiles_d, decay, semaphores, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
+    tiles_d, decay, semaphores, forgets, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
     group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
-    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32, parts,
     K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, FLAGS: gl.constexpr, SAFE: gl.constexpr,
 ):  # fmt: skip
     """One chunk and value head; * goes to memory:
@@ -551,11 +599,12 @@ def prepare_steps_kernel(
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
         bias = load_bias(dt_bias, head, K)
-    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
+    batch, start, count, begin = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
     start = start.to(gl.int32)
+    to_end = count
     count = gl.minimum(count, 64).to(gl.int32)
     qk_head = head
     if group > 1:
@@ -582,10 +631,18 @@ def prepare_steps_kernel(
         bias_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     else:
         bias_s: gl.constexpr = None  # type: ignore[no-redef]
-
+    if forgets is not None:
+        after_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     rows, tokens = (q, k, g, beta), (q_token, k_token, g_token, beta_token)
     betas, g_s = start_copies(rows, tokens, count, keys, queries, right, SAFE)
+
+    # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
+    if forgets is None:
+        asked: gl.constexpr = -1
+    else:
+        # in one register, where a condition would take another
+        asked = gl.where(may_end_part(start - begin, to_end, parts), tile, -1) + gl.minimum(tile, 0)
 
     # nothing decays past the end
     unit_s.store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
@@ -643,13 +700,16 @@ def prepare_steps_kernel(
             row += at_part[None, None, :, None] * K
         at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
+        if asked >= 0:
+            # from the references on
+            after_s.reshape([2, 2, 1, 64]).store(exp2(rest))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
-            parts = before - middle[:, :, :, None, :], after
+            exponents = before - middle[:, :, :, None, :], after
         else:
             until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
-            parts = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
-        decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, SAFE and cu_seqlens is not None)
+            exponents = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
+        decayed_parts(keys, queries, right, norm_k_s, norm_q_s, exponents, SAFE and cu_seqlens is not None)
         for h in gl.static_range(KH):
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
             store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
@@ -678,17 +738,26 @@ def prepare_steps_kernel(
     # the queries and the right operands have left
     tma.store_wait(0)
     barrier()
+    if asked >= 0:
+        # here, and where the norms were, there are registers for them
+        norm_k_s.reshape([2, 32]).store(largest_of_rows(right, after_s))
     place = weigh_keys(X, Aqk, keys, reinterpret(queries, gl.float32, [64, 32], STEP), beta_s, right, row, zero)
     for h in gl.static_range(KH):
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
+    if asked >= 0:
+        gl.store(forgets + asked, does_forget(decay, norm_k_s, largest_of_rows(keys, None), K).to(gl.int32))
     tma.store_wait(0)
 
 
 def prepare_steps(call: StageCall) -> Launch:
     problem = call.problem
     ctas, rows = grid(problem)
-    own = dict(call.left("decay", "semaphores"), tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS)
+    own = dict(
+        **call.left("decay", "semaphores", "forgets"),
+        **dict(tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS),
+        parts=parts(problem, call.t.device) if "forgets" in call.workspace else None,
+    )
     return Launch(
         prepare_steps_kernel,
         ctas,

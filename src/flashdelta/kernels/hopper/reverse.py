@@ -216,7 +216,7 @@ def reverse_kernel(
 ):  # fmt: skip
     ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 1)
     staging_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
-    scheduler = TileScheduler(None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV)
+    scheduler = TileScheduler(None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV, None, 1)
     strides = (o_batch, o_token, o_head)
     outputs = (grad_v_new, grad_h, grad_initial, border, packet)
     between = (offsets, ends)

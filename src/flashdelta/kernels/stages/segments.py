@@ -16,7 +16,8 @@ from ...program.plan import Outputs
 from ...program.workspace import Layout, Slots, Workspace, sizes
 from ..shared.mma import dot
 from ..shared.scalars import SCALARS
-from ..shared.sequences import own_work_tile
+from ..shared.segments import segment_chunks
+from ..shared.sequences import own_work_tile, sequence_chunk_slots
 from ..shared.states import load_state, sequence_slot, state_offsets
 from .launch import SHARED_MEMORY, Config, StageCall, launch, state_arguments
 
@@ -28,8 +29,8 @@ MOST_SEGMENTS = tl.constexpr(128)
 def compose_kernel(
     transitions, offsets, starts, forgets, first_segment, cu_seqlens,
     initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots, has_initial, has_final,
-    state_pitch: tl.int64, T, N, HV,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
+    state_pitch: tl.int64, T, N, HV, chunk_slots,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
     BACKWARD: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`S_{j+1} = M_j S_j + b_j`, in float32: `starts [G, HV, V, K]`, the state before each segment, V first. Of
@@ -47,9 +48,12 @@ def compose_kernel(
     if first >= last:
         return
     if forgets is not None:
-        # asked for first: it comes while the initial state is on its way
-        segment = first + 1 + tl.arange(0, MOST_SEGMENTS)
-        forgotten = tl.load(forgets + segment * HV + head, mask=segment < last, other=1)
+        chunk_slot, _ = sequence_chunk_slots(cu_seqlens, None, 0, n, begin, chunk_slots, C)
+        part = tl.arange(0, MOST_SEGMENTS) + 1
+        border, _ = segment_chunks(part, last - first + 1, tl.cdiv(end - begin, C))
+        afresh = tl.load(forgets + (chunk_slot + border - 1) * HV + head, mask=part <= last - first, other=1)
+        # if all segments after the first begin afresh, only the first one's state is needed
+        last = tl.where(tl.min(afresh) != 0, first + 1, last)
     own, read, _ = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
     )
@@ -68,23 +72,13 @@ def compose_kernel(
         state = tl.load(offsets + here * V + in_state)
         here += STEP * HV * K
         in_transition = head * K * K + key[:, None] * ROW + key[None, :] * COLUMN
-        chained = last
-        if forgets is not None:  # noqa: SIM102 (a constant, and what is known when it runs)
-            if tl.min(forgotten) != 0:
-                # no state depends on another
-                for _ in tl.range(first + 1, last, num_stages=1, loop_unroll_factor=4):
-                    tl.store(starts + here * V + in_state, state)
-                    state = tl.load(offsets + here * V + in_state)
-                    here += STEP * HV * K
-                chained = first
-        for _ in tl.range(first + 1, chained, num_stages=STAGES):
+        for _ in tl.range(first + 1, last, num_stages=STAGES):
             tl.store(starts + here * V + in_state, state)
             right = tl.load(transitions + here * K + in_transition)
             state = dot(state, right, tl.load(offsets + here * V + in_state), "tf32x3")
             here += STEP * HV * K
         tl.store(starts + here * V + in_state, state)
     else:
-        tl.static_assert(forgets is None)
         here = known.to(tl.int64) * HV + head
         onward = STEP * HV
         for block in range(0, K, BK):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -224,6 +225,12 @@ def low_pair(x, y):
     }
     """
     return gl.inline_asm_elementwise(asm, "=r,f,f", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def larger(x, y):
+    """The larger one, or a NaN."""
+    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
