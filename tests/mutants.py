@@ -46,6 +46,10 @@ MUTANTS = {
         ("kernels/hopper/wy.py", "wait_tiles(outputs, phase)", "pass"),
         ("kernels/hopper/wy.py", "phase = next_phase(phase)", "pass"),
     ],
+    "gluon/test_bounded.py": [
+        ("kernels/triton/prepare_mma.py", "in_step >= column", "in_step > column"),
+        ("kernels/triton/prepare_mma.py", "* onward * onward", "* onward"),
+    ],
     "gluon/test_chunk.py::test_turns_change_no_bit": [
         ("kernels/hopper/prepare.py", "if tile == 0:", "if tile == -1:"),
         ("kernels/hopper/recurrence.py", "wait(semaphore - SLICES)", "pass"),
@@ -91,7 +95,6 @@ MUTANTS = {
         ("kernels/stages/finish.py", "K + tl.arange(0, K), total)", "K + tl.arange(0, K), 2.0 * total)"),
         ("kernels/triton/intra.py", "dG -= result * k_right", "dG += result * k_right"),
         ("kernels/triton/prepare.py", "return -dot(dot(inv_11, a_10", "return dot(dot(inv_11, a_10"),
-        ("kernels/triton/prepare_bounded.py", "(i >= j) if diagonal", "(i > j) if diagonal"),
         ("kernels/shared/gates.py", "lower_bound * s * (1.0 - s) * rate * grad", "lower_bound * s * (1.0 - s) * grad"),
         ("kernels/triton/sub_chunks.py", "X -= tl.where(row == r", "X += tl.where(row == r"),
     ],
@@ -129,7 +132,7 @@ MUTANTS = {
         ("kernels/hopper/segments.py", "(place == 0)", "(place == 1)"),
         ("kernels/hopper/verify.py", "nth > s", "nth >= s"),
         ("kernels/hopper/device/layouts.py", "(row < count)[", "(row <= count)["),
-        ("kernels/hopper/device/math.py", "grad * (lower_bound * rate)", "grad * lower_bound"),
+        ("kernels/shared/gluon/math.py", "grad * (lower_bound * rate)", "grad * lower_bound"),
         (
             "kernels/hopper/device/pipeline.py",
             "mbarrier.wait(self.full.index(stage), (iteration // self.STAGES) & 1)",

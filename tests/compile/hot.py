@@ -29,7 +29,7 @@ HOT = (
     *((kernel, "hopper forgetting steps K128 V128, fixed length") for kernel in ("prepare_steps", "recurrence")),
     ("decode", "hopper decode K128 V128, lower_bound"),
     ("wy", "hopper wy K128 V128 fixed length"),
-    ("prepare_bounded", "bf16 K128 V128 bounded"),
+    ("prepare_mma", "bf16 K128 V128 bounded"),
     ("recurrence", "bf16 K128 V128 bounded"),
     *(("decode", f"decode K128 V128, fp32 states, V first, N={N}") for N in (2, 256)),
 )

@@ -36,7 +36,7 @@ from triton.runtime.jit import JITFunction
 
 from flashdelta import backends
 from flashdelta.kernels.hopper import build
-from flashdelta.kernels.hopper.device import compat
+from flashdelta.kernels.shared.gluon import compat
 from flashdelta.program.launch import Launch
 
 from ..support.replays import interpreted_by

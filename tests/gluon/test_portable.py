@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.kernels.triton import prepare
 
 from ..support.cases import BY_NAME, CASES, FP16, FP32, Case, named
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
@@ -94,10 +93,7 @@ def test_a_layer_in_float16(tokens: int):
     check_layer(tokens, "triton")
 
 
-@pytest.mark.parametrize("bounded", [False, True], ids=["prepare", "prepare_bounded"])
-def test_chunks_and_their_gradients(bounded: bool, monkeypatch: pytest.MonkeyPatch):
-    if bounded:  # which is else for bfloat16 alone
-        monkeypatch.setattr(prepare, "bounded", prepare.safe_blocks)
+def test_chunks_and_their_gradients():
     case = replace(BY_NAME["packed_unused"], lengths=(0, 17), unused=2, H=1, HV=2)
     call = make_call(case) | {"backend": "triton"}
     with poisoned_memory():

@@ -15,11 +15,12 @@ from ..stages import backward_pass
 from ..stages import launch as portable
 from ..stages.backward_pass import StageSet
 from ..stages.copy import strided_copy
+from ..stages.launch import aligned
 from .commit import commit
 from .decode import decode
 from .fused_decode import fused_kda_decode
 from .intra import intra
-from .launch import TILE, aligned, layout, prepare_inputs, prepare_wy_inputs, steps_layout
+from .launch import TILE, layout, prepare_inputs, prepare_wy_inputs, steps_layout
 from .prepare import prepare
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence

@@ -23,28 +23,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.gates import beta_gradient, decay_rate
-from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.finish import ByHead
-from ..stages.launch import chunks
-from ..stages.wy import Parts
-from .device.compat import barrier, reinterpret
-from .device.layouts import C, copy_rows, load_rows, row_column, store_rows
-from .device.math import (
+from ..shared.gluon.compat import barrier, reinterpret
+from ..shared.gluon.math import (
     beta_value,
     decay_bias,
     exp2,
     exp2_negative,
     gate_gradient,
     norm_factors,
-    opaque_indices,
     reciprocal,
-    store_decays,
     token_offset,
-    weighted_sums,
     wide,
 )
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.finish import ByHead
+from ..stages.launch import bind_div8, chunks
+from ..stages.wy import Parts
+from .device.layouts import C, copy_rows, load_rows, row_column, store_rows
 from .device.tile_scheduler import chunk_tile, first_tile
-from .launch import bind_div8
+from .device.wgmma import opaque_indices, store_decays, weighted_sums
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import base_value
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -23,12 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.gates import decay_rate
-from ..shared.norms import L2_EPS
-from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall
-from .device.compat import aggregate, copy_async, reinterpret
-from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, position, store_block, store_tile
-from .device.math import (
+from ..shared.gluon.compat import aggregate, copy_async, reinterpret
+from ..shared.gluon.math import (
     LOWEST,
     LOWEST_HALF,
     beta_value,
@@ -42,16 +38,29 @@ from .device.math import (
     larger,
     last,
     low_pair,
-    mma3,
     pick,
     round_pairs,
     split_high_low,
     wide,
     widen,
 )
-from .device.stream_k import add
+from ..shared.gluon.steps import (
+    ACC_HALF,
+    FLAT,
+    PLAIN,
+    ROWS,
+    TILE,
+    copy_tokens,
+    load_bias,
+    pair_norm_factors,
+    running_sums,
+)
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import StageCall, bind_div8
+from .device.layouts import ACC, LEFT, beside, position, store_block, store_tile
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
-from .launch import FLAGS, bind_div8, overlaps_prepare, parts
+from .device.wgmma import mma3
+from .launch import FLAGS, overlaps_prepare, parts
 from .segments import SPLIT_COSTS, plan_segments, room
 
 # registers of four warps; a thread has all tokens that it sums over
@@ -63,13 +72,6 @@ BLOCKS = gl.constexpr(gl.BlockedLayout([2, 1, 8, 2], [1, 1, 1, 32], [1, 4, 1, 1]
 """Two blocks like that."""
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 2, 8, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0]))
 """`[16 rows, half of them, row, column]`: a warp has 16 rows, a lane all of them in 2 columns."""
-GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
-"""Accumulators `[4, 16, 16]`, one a warp."""
-
-# shared memory
-TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 FORGOTTEN = gl.constexpr(2.0**-60)
@@ -170,13 +172,6 @@ def make_buffers(dt_bias, forgets, KH):
 
 
 @gluon.jit
-def load_bias(dt_bias, head, K):
-    """The gate's bias of a value head, `[K]`. Volatile, as the rate is."""
-    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
-
-
-@gluon.jit
 def copy_pair(shared, first, first_token, first_count, second, second_token, second_count):
     """Starts the copy of equally many rows of two tensors, all channels, to `shared [halves * rows, 64]`, where each half of
     the channels has the rows of the first, then those of the second. Zeros from the counts on."""
@@ -191,15 +186,6 @@ def copy_pair(shared, first, first_token, first_count, second, second_token, sec
 
 
 @gluon.jit
-def copy_tokens(shared, x, x_token, count, TOKENS):
-    """Starts the copy of `TOKENS` rows, all channels, to `shared [halves * TOKENS, 64]`. Zeros from `count` on."""
-    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
-    at = x + ((row % TOKENS) * (x_token * 8) + row // TOKENS * 64)
-    copy_async(shared, at[:, None] + column[None, :], mask=(row % TOKENS < count)[:, None])
-
-
-@gluon.jit
 def load_gate(buffers, h, dtype: gl.constexpr):
     """The gate's input for half `h` of the channels, block by block. It lies where this half's right operands will."""
     if dtype == gl.bfloat16:
@@ -210,30 +196,6 @@ def load_gate(buffers, h, dtype: gl.constexpr):
         first = reinterpret(buffers.right0, dtype, [2, 32, 64], PLAIN).index(h)
         second = reinterpret(buffers.right1, dtype, [2, 32, 64], PLAIN).index(h)
     return first.reshape([4, 8, 64]).load(BLOCK), second.reshape([4, 8, 64]).load(BLOCK)
-
-
-@gluon.jit
-def pair_norm_factors(pair_s, scale, KEYS_FIRST, L2NORM):
-    """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
-    `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
-    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
-    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    row_l: gl.constexpr = gl.SliceLayout(2, GRAM)
-    if L2NORM:
-        KH: gl.constexpr = pair_s.shape[0]
-        gram = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
-        for h in gl.static_range(KH):
-            rows = pair_s.index(h).reshape([4, 16, 64])
-            # the right operand is loaded, too: taken from the left one's registers, each would have to be moved
-            gram = mma_v2(rows.load(left_l), rows.permute((0, 2, 1)).load(right_l), gram)
-        i = gl.arange(0, 16, layout=gl.SliceLayout(0, row_l))
-        j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, GRAM)))
-        total = gl.sum(gl.where(i[None, :, None] == j[None, None, :], gram, 0.0), axis=2)
-        factor = gl.rsqrt(total + L2_EPS)
-    else:
-        factor = gl.full((4, 16), 1.0, gl.float32, layout=row_l)
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, row_l))[:, None]
-    return gl.where((tile < 2) == KEYS_FIRST, factor, factor * scale)
 
 
 @gluon.jit
@@ -259,20 +221,6 @@ def decay_steps(x, bias, rate, unit_s, GATE, SAFE):
     if not SAFE:
         step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
     return step
-
-
-@gluon.jit
-def running_sums(step):
-    """Inclusive sums of log2 decays `step [4, R, 64]` along the rows, of which a thread has all in 2 channels, and the totals
-    `[4, 64]`."""
-    R: gl.constexpr = step.shape[1]
-    layout: gl.constexpr = step.type.layout
-    flat_l: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [1, 4], [1, 0])
-    flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([R, 256]), flat_l, assert_trivial=True)
-    c = gl.associative_scan(flat, 0, add)
-    total = gl.convert_layout(gl.reduce(c, 0, last).reshape([4, 64]), gl.SliceLayout(1, layout), assert_trivial=True)
-    c = gl.convert_layout(c.reshape([R, 4, 64]).permute((1, 0, 2)), layout, assert_trivial=True)
-    return c, total
 
 
 @gluon.jit

@@ -38,80 +38,51 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...program.launch import Launch
 from ..shared.gates import LOG2E, decay_rate
-from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall
-from .device.compat import barrier, reinterpret, store_tile
-from .device.layouts import ACC, ACC_HALF, beside
-from .device.math import (
+from ..shared.gluon.compat import barrier, reinterpret, store_tile
+from ..shared.gluon.math import (
     LOWEST,
     LOWEST_HALF,
     beta_value,
     column_halves,
     exp2,
     exp2_negative,
-    gate,
     gate_bias,
     gate_unit,
     larger,
     log2,
-    pick,
     round_pairs,
-    split_high_low,
     unbounded_gate,
     wide,
     widen,
 )
-from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
-from .launch import FLAGS, bind_div8, parts, tiles
-from .prepare import (
+from ..shared.gluon.steps import (
+    ACC_HALF,
     FLAT,
-    FORGOTTEN,
     GRAM,
     PLAIN,
+    SQUARE,
+    STEP,
+    STEPS_GRAM,
     TILE,
+    block_inverses,
     copy_tokens,
-    grid,
+    decay_sums,
     load_bias,
     pair_norm_factors,
-    running_sums,
-    weighted,
+    part,
+    part_layout,
+    row_values,
+    step_inverses,
 )
-
-
-@gluon.constexpr_function
-def part_layout(KH: int) -> gl.BlockedLayout:
-    """The layout of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 a
-    warp has a step of a half of the channels, and a part is half of each step; with K = 64 a warp has half a step, a part all
-    rows."""
-    return gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [KH, 2, 2 // KH, 1, 1], [4, 3, 2, 1, 0])
-
-
-SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-"""`[16 rows of a chunk, row, column of their step]`: a warp has 16 rows, a lane a column."""
-SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
-"""The same with the columns as `[2, 16]`."""
-
-STEPS_GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
-"""Accumulators `[2, 32, 16]` of both steps, 16 rows a warp."""
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import StageCall, bind_div8
+from .device.layouts import ACC, beside
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
+from .launch import FLAGS, parts, tiles
+from .prepare import FORGOTTEN, grid, weighted
 
 BLOCK_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 """`TILE` as blocks `[4, 16, 64]`, of which columns can be taken."""
-SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
-STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-
-
-@gluon.jit
-def part(shared, i: gl.constexpr):
-    """The rows before the references of a chunk with K = 128, or from them on; with K = 64 all rows."""
-    KH: gl.constexpr = shared.shape[0] // 64
-    return shared.reshape([KH, 2, 2, 16, 64]).slice(i * (2 // KH), 2 // KH, 2)
-
-
-@gluon.jit
-def row_values(shared, i: gl.constexpr, KH):
-    """Values of the rows of a part."""
-    rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH)))
-    return shared.reshape([2, 2, 16]).slice(i * (2 // KH), 2 // KH, 1).load(rows_l)[None, :, :, :, None]
 
 
 @gluon.jit
@@ -122,25 +93,6 @@ def may_fit(bias_s, rate):
     # where rate * log2(1 + exp2(bias)) is a sixteenth of the bound
     limit = log2(exp2((LOWEST_HALF / -16) / rate) - 1.0)
     return gl.max(gl.where(gl.max(biases, axis=1) > limit, 1, 0), axis=0) == 0
-
-
-@gluon.jit
-def part_sums(step):
-    """Sums of log2 decays of a part along its rows, and their totals `[half, step, halves of a step, channel]`."""
-    layout: gl.constexpr = step.type.layout
-    KH: gl.constexpr = step.shape[0]
-    c, total = running_sums(step.reshape([4, 16, 64]))
-    total = gl.convert_layout(total.reshape([KH, 2, 2 // KH, 64]), gl.SliceLayout(3, layout), assert_trivial=True)
-    return gl.convert_layout(c.reshape(step.shape), layout, assert_trivial=True), total
-
-
-@gluon.jit
-def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE, SAFE):
-    """`part_sums` of part `i`, from the gate's input."""
-    KH: gl.constexpr = g_s.shape[0] // 64
-    x = widen(part(g_s, i).load(part_layout(KH)))
-    step = gate(x, biases, rate, GATE) if SAFE else unbounded_gate(x, biases, GATE, False)
-    return part_sums(step * row_values(unit_s, i, KH))
 
 
 @gluon.jit
@@ -350,63 +302,6 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
         below = products_below(keys_h.index(h), right_h.index(h), below)
         below_q = products_below(queries_h.index(h), right_h.index(h), below_q)
     return of_steps(first, last, below), of_steps(first_q, last_q, below_q)
-
-
-@gluon.jit
-def substitute(x, diagonal_s):
-    """`X` with `(I + A) X = R` for the diagonal blocks of 16 rows of A, by forward substitution in fp32: a series would explode
-    and cancel on repeated keys. `x [4, 16, 32]`, a thread has all rows of a column; `diagonal_s [16, 4, 16]`: the columns of
-    -A's blocks."""
-    left_l: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, left_l))[None, :, None]
-    for c in gl.static_range(15):
-        x = gl.where(row > c, x + diagonal_s.index(c).load(left_l)[:, :, None] * pick(x, c)[:, None, :], x)
-    return x
-
-
-@gluon.jit
-def block_inverses(minus_A, square_s):
-    """Inverts the diagonal blocks of 16 rows of `I + A`, for strictly lower `A [32, 32]` of both steps, `minus_A [64, 32]`.
-    Returns `[4, 16, 32]`: these inverses, D, on the diagonal and `n = -D A` below it."""
-    left, right = gl.split(minus_A.reshape([64, 2, 16]).permute((0, 2, 1)))
-    block = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None] // 16
-    square_s.store(left)
-    side_l: gl.constexpr = gl.SliceLayout(2, SIDES)
-    x = square_s.reshape([4, 16, 16]).load(side_l)[:, :, None, :]
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, SIDES))))[None, :, None, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, SIDES))))[None, None, None, :]
-    side = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, SIDES))))[None, None, :, None]
-    of = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, SIDES))))[:, None, None, None]
-    own = of % 2 == side
-    x = gl.where(own, gl.where(i == j, 1.0, 0.0), gl.where(side == 0, x, 0.0))
-    diagonal = gl.where(block % 2 == 0, left, right)
-    columns_s = reinterpret(square_s, gl.float32, [1024], FLAT).reshape([16, 4, 16])
-    columns_s.permute((1, 2, 0)).store(diagonal.reshape([4, 16, 16]))
-    lines_s = reinterpret(square_s, gl.float32, [16, 4, 16], PLAIN)
-    return substitute(gl.convert_layout(x.reshape([4, 16, 32]), SOLVE, assert_trivial=True), lines_s)
-
-
-@gluon.jit
-def step_inverses(X_s):
-    """`(I + A)^-1` of both steps by halves of its columns `[64, 16]`, from what `block_inverses` gives:
-    `[[D0, 0], [n D0, D1]]`. The product is one of a high and a low bf16 each, without low times low."""
-    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
-    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    left, right = gl.split(X_s.load(ACC_HALF).reshape([64, 2, 16]).permute((0, 2, 1)))
-    n = gl.convert_layout(left.reshape([4, 16, 16]), left_l, assert_trivial=True)
-    n_high, n_low = split_high_low(n)
-    operand_l: gl.constexpr = gl.SliceLayout(0, right_l)
-    D_first = X_s.slice(0, 16).slice(0, 16, 1).load(operand_l)[None, :, :]
-    D_second = X_s.slice(32, 16).slice(0, 16, 1).load(operand_l)[None, :, :]
-    of = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, right_l)))[:, None, None]
-    D_high, D_low = split_high_low(gl.where(of < 2, D_first, D_second))
-    below = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
-    below = mma_v2(n_low, D_high, below)
-    below = mma_v2(n_high, D_low, below)
-    below = mma_v2(n_high, D_high, below)
-    below = gl.convert_layout(below.reshape([64, 16]), left.type.layout, assert_trivial=True)
-    block = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None] // 16
-    return gl.where(block % 2 == 0, left, below), right
 
 
 @gluon.jit

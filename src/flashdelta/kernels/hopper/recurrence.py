@@ -22,18 +22,18 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
+from ..shared.gluon.compat import copy_async, copy_tile
+from ..shared.gluon.math import column_halves, hidden_zero, wide
+from ..shared.gluon.steps import ACC_HALF, ROWS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import crossing_packet
 from ..shared.states import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
-from ..stages.launch import StageCall, checkpoint_arguments, packet_arguments, state_arguments
-from .device.compat import copy_async, copy_tile
+from ..stages.launch import StageCall, bind_div8, checkpoint_arguments, packet_arguments, state_arguments
 from .device.layouts import (
     ACC,
-    ACC_HALF,
     BV,
     LEFT,
     LINES,
-    ROWS,
     C,
     as_left,
     beside,
@@ -44,11 +44,11 @@ from .device.layouts import (
     store_transposed,
     to_lines,
 )
-from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, bind_div8, ctas, overlaps_prepare, parts, stages, tiles, work_tiles
+from .device.wgmma import mma, mma_first
+from .launch import TILE, ctas, overlaps_prepare, parts, stages, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
 """A chunk as the loader describes it where checkpoints cut sequences: its first token, its tokens, the slot for the

@@ -16,17 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
+from ..shared.gluon.compat import copy_async, copy_tile
+from ..shared.gluon.math import hidden_zero, wide
+from ..shared.gluon.steps import ROWS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import crossing_packet
 from ..shared.states import state_offsets
 from ..stages.backward_pass import ReverseScan
-from .device.compat import copy_async, copy_tile
+from ..stages.launch import bind_div8
 from .device.layouts import (
     ACC,
     BV,
     LEFT,
     LINES,
-    ROWS,
     C,
     as_left,
     load_halves,
@@ -36,10 +38,10 @@ from .device.layouts import (
     store_transposed,
     to_lines,
 )
-from .device.math import hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring
 from .device.tile_scheduler import TileScheduler, rows_before
-from .launch import TILE, bind_div8, ctas, stages, tiles, work_tiles
+from .device.wgmma import mma, mma_first
+from .launch import TILE, ctas, stages, tiles, work_tiles
 
 
 @gluon.jit

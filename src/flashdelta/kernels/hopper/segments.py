@@ -21,19 +21,20 @@ from ...problem.problem import ChunkProblem
 from ...problem.split import SplitCosts, segments_of_call
 from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
+from ..shared.gluon.compat import copy_async, copy_tile
+from ..shared.gluon.math import column_halves, hidden_zero, wide
+from ..shared.gluon.steps import add
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.segments import chunks_of, planned_parts, states_fit
 from ..shared.sequences import span_count
 from ..shared.states import sequence_slot, state_offsets
-from ..stages.launch import StageCall, segment_layout, state_arguments
+from ..stages.launch import StageCall, bind_div8, segment_layout, state_arguments
 from ..stages.segments import compose, transition_arguments
-from .device.compat import copy_async, copy_tile
 from .device.layouts import ACC, BV, LEFT, LINES, C, as_left, from_lines, load_halves, loader_offsets, store_halves
-from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring
-from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
-from .launch import MOST_CTAS, TILE, bind_div8, ctas, may_begin_afresh, parts, stages, tiles
+from .device.wgmma import mma, mma_first
+from .launch import MOST_CTAS, TILE, ctas, may_begin_afresh, parts, stages, tiles
 from .recurrence import new_values, rows_of_step
 
 

@@ -18,29 +18,29 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from ...program.launch import Launch
 from ...program.plan import Outputs, Step
 from ..shared.gates import decay_rate
+from ..shared.gluon.compat import barrier, reinterpret
+from ..shared.gluon.math import beta_value, exp2, gate_bias, gate_unit, token_offset, wide
+from ..shared.gluon.steps import (
+    ACC_HALF,
+    FLAT,
+    ROWS,
+    SQUARE,
+    STEP,
+    TILE,
+    block_inverses,
+    copy_tokens,
+    decay_sums,
+    load_bias,
+    part_layout,
+)
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import own_work_tile
 from ..shared.states import sequence_slot
 from ..stages.backward_pass import StageSet
-from ..stages.launch import state_arguments
-from .device.compat import barrier, reinterpret
-from .device.layouts import ACC, ACC_HALF, BV, LEFT, ROWS, C, as_left, beside, store_transposed
-from .device.math import beta_value, exp2, gate_bias, gate_unit, mma, mma_first, token_offset, wide
-from .launch import bind_div8
-from .prepare import FLAT, TILE, copy_tokens, load_bias
-from .prepare_steps import (
-    SQUARE,
-    STEP,
-    block_inverses,
-    decay_sums,
-    decayed_parts,
-    masked_pairs,
-    part_layout,
-    products,
-    start_copies,
-    store_norms,
-    weigh_keys,
-)
+from ..stages.launch import bind_div8, state_arguments
+from .device.layouts import ACC, BV, LEFT, C, as_left, beside, store_transposed
+from .device.wgmma import mma, mma_first
+from .prepare_steps import decayed_parts, masked_pairs, products, start_copies, store_norms, weigh_keys
 
 
 @gluon.jit

@@ -26,26 +26,17 @@ from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import LOG2E, decay_rate
+from ..shared.gluon.compat import barrier, reinterpret
+from ..shared.gluon.math import beta_value, decay_bias, exp2, norm_factors, token_offset, wide
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import AXES, chunks
+from ..stages.launch import AXES, bind_div8, chunks, stride_div8
 from ..stages.wy import Parts, WyOperands, wy_results
-from .device.compat import barrier, reinterpret
 from .device.layouts import C, copy_rows, row_column, row_partials, store_rows
-from .device.math import (
-    beta_value,
-    decay_bias,
-    exp2,
-    norm_factors,
-    opaque_indices,
-    store_decays,
-    token_offset,
-    weighted_sums,
-    wide,
-)
 from .device.pipeline import make_channel, next_phase
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
 from .device.tma import load_tiles, tma_store, wait_tiles
-from .launch import TILE, bind_div8, describe, stride_div8
+from .device.wgmma import opaque_indices, store_decays, weighted_sums
+from .launch import TILE, describe
 
 
 @gluon.jit

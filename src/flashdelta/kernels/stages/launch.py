@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,33 @@ def bind(
         else:
             arguments.append(int(x) if x is True or x is False else x)
     return tuple(arguments), constants
+
+
+FAR = 2**31
+"""The least stride that kernels do not take."""
+
+
+def near(x: Tensor, unit: int) -> bool:
+    """Says whether strides fit, in multiples of `unit` elements."""
+    return all([n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride())])
+
+
+def aligned(x: Tensor, unit: int = 8) -> bool:
+    """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
+    most kernels."""
+    *outer, inner = x.stride()
+    return inner == 1 and x.data_ptr() % 16 == 0 and math.gcd(*outer) % unit == 0 and near(x, 8)
+
+
+def stride_div8(name: str, x: Tensor, axis: int) -> int:
+    """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
+    stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
+    return stride if name == "beta" else stride // 8
+
+
+def bind_div8(kernel: JITFunction, problem: Problem, t: Tensors, own: Own) -> tuple[tuple, dict]:
+    """`bind`, with strides as the kernels over chunks take them."""
+    return bind(kernel, problem, t, own, stride_div8)
 
 
 def launch(

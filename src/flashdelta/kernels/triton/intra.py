@@ -147,7 +147,7 @@ def intra_kernel(
         in_own = own * K + column[None, :]
         dG = tl.load(grad_G + in_own, mask=valid[:, None], other=0.0)
         if SAFE:
-            # as in `prepare_bounded.near_pairs`
+            # with the middle of `SAFE_ROWS` rows as the one reference of all pairs in them: both factors are at most exp(80)
             distance = sums(boundary_matrix(SAFE_LEVEL - 1, C), high, low)
             signed = tl.where(i % SAFE_ROWS < SUB, -distance, distance)
             near = (i // SAFE_ROWS == j // SAFE_ROWS) & (i > j)

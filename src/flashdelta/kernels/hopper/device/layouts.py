@@ -11,8 +11,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...shared.gluon.compat import copy_async
+from ...shared.gluon.steps import ROWS
 from ...shared.states import load_state, store_state
-from .compat import copy_async
 
 C = gl.constexpr(64)
 """Tokens of a chunk."""
@@ -23,14 +24,9 @@ BV = gl.constexpr(64)
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 """Accumulators `[64, 64]` of four warps."""
 
-ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
-"""Accumulators `[64, 32]`."""
 
 LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC.value, k_width=2))
 """A left operand in registers. An accumulator rounded to bf16 has this layout: no data moves."""
-
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Rows of bf16 as four warps copy them, 16 bytes per thread."""
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import base_value
 
-from .compat import aggregate, copy_tile, reinterpret
+from ...shared.gluon.compat import aggregate, copy_tile, reinterpret
 from .layouts import BV, C
 
 TILE_BYTES = gl.constexpr(8192)

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import base_value
 
+from ...shared.gluon.compat import aggregate
 from ...shared.segments import chunks_of, outgoing_sequence, part_of_span, place_segment, segment_of
 from ...shared.sequences import (
     chunk_of_sequence,
@@ -23,7 +24,6 @@ from ...shared.sequences import (
     span_count,
     span_extent,
 )
-from .compat import aggregate
 from .layouts import BV, C
 from .stream_k import range_tile, range_tiles
 

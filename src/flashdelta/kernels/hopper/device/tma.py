@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .compat import barrier, reinterpret, store_tile
+from ...shared.gluon.compat import barrier, reinterpret, store_tile
 
 
 @gluon.jit
