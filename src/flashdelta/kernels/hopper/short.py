@@ -117,30 +117,60 @@ def store_slice(states, state0, state1, K, V, V_FIRST):
 
 
 @gluon.jit
+def by_threads(state):
+    """`[64, 64]` as `[8, 128, 4]`; no data moves between threads."""
+    return state.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([8, 128, 4])
+
+
+@gluon.jit
+def carried_pointers(carry, half: gl.constexpr):
+    """Pointers to a half of a slice's state between chunks, `[8, 128, 4]`: 16 bytes of each thread side by side."""
+    layout: gl.constexpr = by_threads(gl.zeros((64, 64), gl.float32, layout=ACC)).type.layout
+    eight = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    return carry + (thread * 4 + four) + (eight * 512 + half * 4096)
+
+
+@gluon.jit
+def carry_in(carry, half: gl.constexpr):
+    state = gl.load(carried_pointers(carry, half)).reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(state.reshape([64, 64]), ACC, assert_trivial=True)
+
+
+@gluon.jit
+def carry_out(carry, half: gl.constexpr, state):
+    gl.store(carried_pointers(carry, half), by_threads(state))
+
+
+@gluon.jit
 def decayed_state(state, decay, i: gl.constexpr):
     return state * decay.slice(64 * i, 64).load(gl.SliceLayout(0, ACC))[None, :]
 
 
 @gluon.jit
-def step(chunk, i: gl.constexpr, state0, state1, v_s):
+def step(chunk, i: gl.constexpr, state0, state1, v_s, known):
     """Step `i` of `recurrence`: the states after it, and `o^T [64, 32]` in bf16. One half of the keys after the other, so that
-    their operands have the same registers."""
+    their operands have the same registers. `known`: 0 if the state is zero, which then is not multiplied."""
     keys, queries, right, place, decay = chunk
     ROW: gl.constexpr = 32 * i
     zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
     pairs = place.slice(ROW, 32)
     v_t = v_s.slice(ROW, 32).permute((1, 0)).load(LEFT)
     v_new = mma_first(v_t, pairs.slice(0, 32, 1).permute((1, 0)), zero)
-    state0 = decayed_state(state0, decay, 4 * i)
-    left = as_left(state0)
-    v_new = mma(left, keys.slice(ROW, 32).permute((1, 0)), v_new)
-    out = mma_first(left, queries.slice(ROW, 32).permute((1, 0)), zero)
-    v_new, out, left, v_t = warpgroup_mma_wait(0, deps=[v_new, out, left, v_t])
-    state1 = decayed_state(state1, decay, 4 * i + 1)
-    left = as_left(state1)
-    v_new = mma(left, keys.slice(64 + ROW, 32).permute((1, 0)), v_new)
-    out = mma(left, queries.slice(64 + ROW, 32).permute((1, 0)), out)
-    v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
+    v_new, v_t = warpgroup_mma_wait(0, deps=[v_new, v_t])
+    out = zero
+    if known != 0:
+        state0 = decayed_state(state0, decay, 4 * i)
+        left = as_left(state0)
+        v_new = mma(left, keys.slice(ROW, 32).permute((1, 0)), v_new)
+        out = mma_first(left, queries.slice(ROW, 32).permute((1, 0)), zero)
+        v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
+        state1 = decayed_state(state1, decay, 4 * i + 1)
+        left = as_left(state1)
+        v_new = mma(left, keys.slice(64 + ROW, 32).permute((1, 0)), v_new)
+        out = mma(left, queries.slice(64 + ROW, 32).permute((1, 0)), out)
+        v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
     left = as_left(v_new)
     state0 = mma(left, right.slice(ROW, 32), state0)
     out = mma(left, pairs.slice(32, 32, 1).permute((1, 0)), out)
@@ -216,13 +246,14 @@ def short_kernel(
             carried = carry + (gl.program_id(0).to(gl.int64) * (K * V) + s * (BV * K))
             state0, state1 = zero, zero
             if first > 0:
-                state0, state1 = load_slice(carried, K, V, True)
+                state0, state1 = carry_in(carried, 0), carry_in(carried, 1)
             elif read != 0:
                 state0, state1 = load_slice(initial_state + (in_states + s * NEXT), K, V, V_FIRST)
-            state0, state1, out0 = step(chunk, 0, state0, state1, slice_s)
-            state0, state1, out1 = step(chunk, 1, state0, state1, slice_s)
+            state0, state1, out0 = step(chunk, 0, state0, state1, slice_s, first + read)
+            state0, state1, out1 = step(chunk, 1, state0, state1, slice_s, 1)
             if first + C < length:
-                store_slice(carried, state0, state1, K, V, True)
+                carry_out(carried, 0, state0)
+                carry_out(carried, 1, state1)
             elif stored != 0:
                 store_slice(final_state + (in_states + s * NEXT), state0, state1, K, V, V_FIRST)
             row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
