@@ -275,7 +275,7 @@ KINDS: dict[str, Given] = {
     "prefill fp32": {"operation": "prefill", "dtype": FP32, "gate": "none"},
     "hopper": HOPPER,
     "hopper few heads": HOPPER,
-    "hopper wy": HOPPER | {"operation": "wy"},
+    "hopper wy": HOPPER | {"operation": "wy", "heads": 64},
     "hopper fused": HOPPER | FUSED,
     "hopper steps": HOPPER | {"heads": 64},
     "hopper short": HOPPER | {"heads": 64, "sequences": 5, "chunks": 1},

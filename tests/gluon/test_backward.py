@@ -121,7 +121,10 @@ def test_gradients_of_split_sequences(case: Case, backend: str):
     check(case, backend, split=3)
 
 
-@pytest.mark.parametrize(("case", "split", "sms"), [(ON_HOPPER[0], False, 2), (SPLIT[5][0], 3, 1)])
+ROWS = replace(KIMI, name="rows", B=2, T=66, H=1, HV=2)
+
+
+@pytest.mark.parametrize(("case", "split", "sms"), [(ON_HOPPER[0], False, 2), (SPLIT[5][0], 3, 1), (ROWS, False, 1)])
 def test_few_ctas_change_no_bit(case: Case, split: bool | int, sms: int):
     """One SM has fewer CTAs than a transition has slices."""
     call = call_of(case, "hopper") | {"split": split}
@@ -130,6 +133,16 @@ def test_few_ctas_change_no_bit(case: Case, split: bool | int, sms: int):
     with poisoned_memory(), hopper_on_cpu(sms=sms, workers_first=False):
         found = gradients(call, *grads)
     assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize("exponent", [-30, 30])
+def test_gradients_scale_with_the_loss(exponent: int):
+    """Exactly: what stages leave in float16 has sizes of its own."""
+    call = call_of(ROWS, "hopper")
+    grads = incoming(call)
+    want, factor = gradients(call, *grads), 2.0**exponent
+    found = gradients(call, *(x * factor for x in grads))
+    assert all(torch.equal(x, want[name] * factor) for name, x in found.items())
 
 
 @pytest.mark.parametrize("hold_sequence", [assert_first_is_its_own, assert_nan_stays])

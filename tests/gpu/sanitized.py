@@ -198,6 +198,7 @@ def fused(backend: str, races: bool) -> Calls:
 
 def backward(backend: str, races: bool) -> Calls:
     """Offsets that lie are among them, but not where only races are looked for."""
+    hopper_wy.sm_count = lambda device: 1  # so that a CTA of `wy` takes several work tiles
     for case in RACE_CASES if races else CASES:
         call = make_call(replace(case, h=False), BF16) | {"backend": backend}
         yield functools.partial(gradients, on_device(call), *(x.cuda() for x in incoming(call)))
@@ -205,7 +206,6 @@ def backward(backend: str, races: bool) -> Calls:
     if races and backend == "triton":  # in float32 lanes have one product of a sum
         steps[0] = make_wy(WY_CASES[0], FP32)
     steps += [] if races else [steps[1] | lying for lying in LYING]
-    hopper_wy.sm_count = lambda device: 1  # so that a CTA of `wy` takes several work tiles
     yield from of(fd.kernels.chunk_bwd_wy_dqkg, steps, backend)
 
 

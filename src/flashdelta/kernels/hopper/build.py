@@ -107,7 +107,7 @@ def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = F
         functools.partial(recurrence, steps=steps),
         *(reverse, wy, intra),
         squares=(problem.B, problem.T, problem.HV, TILE),
-        squares_dtype=torch.bfloat16,
+        parts_dtype=torch.bfloat16,
     )
 
 

@@ -85,7 +85,7 @@ def describe(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
 
 @functools.cache
 def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
+    return gl.NVMMASharedLayout.get_default_for(tile, getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def ctas(slices: int, device: torch.device) -> int:

@@ -90,10 +90,10 @@ class ReverseScan:
 class StageSet:
     """A backend's launchers for a call whose tensors `t` are as its kernels can read them, after `copies`.
 
-    `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
-    of such matrices' gradients. Arguments: `prepare(call, Akk_inv)`, `before_segments(call, final_state)`, `outgoing(call,
-    packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(problem, t, arch, scan)`, `wy(problem, arch, x, parts,
-    grad_v)` and `intra(problem, t, arch, parts, heads)`.
+    `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `parts_dtype` the dtype
+    of such matrices' gradients and of parts of dq. Arguments: `prepare(call, Akk_inv)`, `before_segments(call, final_state)`,
+    `outgoing(call, packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(problem, t, arch, scan)`, `wy(problem, t,
+    arch, x, parts, grad_v)` and `intra(problem, t, arch, parts, heads)`.
     """
 
     problem: ChunkProblem
@@ -109,7 +109,7 @@ class StageSet:
     wy: Callable[..., Launch]
     intra: Callable[..., Launch]
     squares: tuple[int, ...]
-    squares_dtype: torch.dtype
+    parts_dtype: torch.dtype
 
     def forward(self, outputs: Outputs, own: Tensor | None = None) -> list[Step]:
         """The launches of a forward that keeps nothing, in order. `own`: scratch that is written instead of the output."""
@@ -211,9 +211,9 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
         yield clear(problem, t, dh0)
     known = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
     x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
-    parts = Parts.allocate(problem, t.memory, stages.squares, stages.squares_dtype)
+    parts = Parts.allocate(problem, t.memory, stages.squares, stages.parts_dtype)
     grad_v = outputs["v"] = t.memory.new((problem.B, problem.T, problem.HV, problem.V), problem.dtype)
-    yield stages.wy(problem, stages.arch, x, parts, grad_v)
+    yield stages.wy(problem, t, stages.arch, x, parts, grad_v)
     heads = ByHead.allocate(problem, t.memory)
     outputs.update(heads.outputs(problem))
     yield stages.intra(problem, t, stages.arch, parts, heads)

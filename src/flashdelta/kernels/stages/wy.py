@@ -44,8 +44,9 @@ class WyOperands:
 
 @dataclass(frozen=True)
 class Parts:
-    """Results of `wy` for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
-    `grad_Aqk`, as `Akk_inv`."""
+    """Results of `wy` for `intra`: `grad_q, grad_k [B, T, HV, K]`, and `grad_A` and `grad_Aqk`, as `Akk_inv`; in float32
+    `grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`. Where `grad_k` is float16, the halves of its rows are divided by their
+    largest elements, `size_k [B, T, HV, 2]`."""
 
     grad_q: Tensor
     grad_k: Tensor
@@ -53,12 +54,17 @@ class Parts:
     grad_beta: Tensor
     grad_A: Tensor
     grad_Aqk: Tensor
+    size_k: Tensor
 
     @classmethod
     def allocate(cls, problem: ChunkProblem, memory: Slots, squares: tuple[int, ...], dtype: torch.dtype) -> Parts:
+        """`dtype`: of matrices and `grad_q`. Where that is bfloat16, `grad_k` is float16, as its error is the larger one."""
         tokens = (problem.B, problem.T, problem.HV)
-        wide = [(shape, torch.float32) for shape in (*[(*tokens, problem.K)] * 3, tokens)]
-        return cls(*(memory.new(*kind) for kind in (*wide, *[(squares, dtype)] * 2)))
+        keys = (*tokens, problem.K)
+        of_k = torch.float16 if dtype == torch.bfloat16 else dtype
+        wide = [(shape, torch.float32) for shape in (keys, tokens, (*tokens, 2))]
+        kinds = (keys, dtype), (keys, of_k), *wide[:2], *[(squares, dtype)] * 2, wide[2]
+        return cls(*(memory.new(*kind) for kind in kinds))
 
     def arguments(self) -> dict[str, Any]:
         """Under the kernels' names."""
@@ -68,4 +74,4 @@ class Parts:
 def wy_results(outputs: Outputs) -> dict[str, Tensor | None]:
     """Results of `chunk_bwd_wy_dqkg` under the kernels' names."""
     names = dict(q="dq", k="dk", G="dg", v="dv", beta="dbeta", A="dA")
-    return {f"grad_{name}": outputs[result] for name, result in names.items()} | {"grad_Aqk": None}
+    return {f"grad_{name}": outputs[result] for name, result in names.items()} | {"grad_Aqk": None, "size_k": None}

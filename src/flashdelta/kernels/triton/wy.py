@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
+from ...problem.problem import ChunkProblem, ChunkTensors, Tensors, WyProblem, WyTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ..shared.gates import LOG2E, beta_of, decay_rate
@@ -313,7 +313,7 @@ def wy_launch(problem: ChunkProblem, arch: int, x: WyOperands, own: dict[str, ob
     return launch(wy_kernel, chunks(problem), problem, Tensors(), own, wy_config(problem, arch))
 
 
-def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
+def wy(problem: ChunkProblem, t: ChunkTensors, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
     own = dict(parts.arguments(), grad_Akk=parts.grad_A, grad_v=grad_v, rows=problem.slots)
     return wy_launch(problem, arch, x, dict(**own, BY_TOKEN=False, V_FIRST=True))
 

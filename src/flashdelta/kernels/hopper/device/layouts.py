@@ -175,7 +175,7 @@ def store_rows(out, token, x, count, staging_s):
     """Stores `x` as `count` rows that lie `token` elements apart; bf16 16 bytes at a time if there is shared memory to change
     the layout in."""
     x = x.to(out.dtype.element_ty)
-    if staging_s is not None and out.dtype.element_ty == gl.bfloat16:
+    if staging_s is not None and out.dtype.element_ty.primitive_bitwidth == 16:
         staging_s.store(x)
         x = staging_s.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
     layout: gl.constexpr = x.type.layout
@@ -184,8 +184,14 @@ def store_rows(out, token, x, count, staging_s):
 
 
 @gluon.jit
+def half_rows(x):
+    """`x [64, K]` as `[64, 2, K / 2]`; of an accumulator of 2 x 4 warps each has a half of its rows."""
+    return x.reshape([C, 2, x.shape[1] // 2])
+
+
+@gluon.jit
 def load_rows(x, token, count, layout: gl.constexpr, K):
-    """64 rows of float32, in the layout; zeros from `count` on."""
+    """64 rows, in the layout; zeros from `count` on."""
     row, column = row_column(C, K, layout)
     return gl.load(x + row * token + column, mask=row < count, other=0.0)
 
