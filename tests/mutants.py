@@ -247,7 +247,9 @@ MUTANTS = {
         ("runtime/call.py", "if transformed and not (plain and written is None):", "if False:")
     ],
     "unit/test_supports.py": [
-        ("runtime/call.py", "self.remember_refusal(str(refusal), given, key)\n            raise", "raise")
+        ("runtime/call.py", "self.remember_refusal(str(refusal), given, key)\n            raise", "raise"),
+        ("runtime/call.py", "except REFUSALS as", "except Exception as"),
+        ("runtime/call.py", "if isinstance(refusal, REFUSALS):", "if True:"),
     ],
 }
 

@@ -148,6 +148,22 @@ def test_a_repeated_refusal_is_remembered(validated: list[str]):
     fd.chunk_kda(**call | {"out": torch.empty_like(call["v"])})
 
 
+def test_a_fault_in_a_check_comes_through(pretended: Started, monkeypatch: pytest.MonkeyPatch):
+    """It is no refusal, with which an engine would run its own kernel, and no later call is refused for it."""
+    monkeypatch.setattr(backends.TritonBackend, "drawback", lambda self, problem, device: None)
+    call = good_call(fd.chunk_kda, "plain") | BY_KERNEL
+
+    def faulty(*arguments: Any, **named: Any) -> None:
+        raise AttributeError("a fault")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Operation, "check", faulty)
+        assert public_call(fd.chunk_kda).refusal(call) == "a fault"
+        with pytest.raises(AttributeError, match="a fault"):
+            fd.chunk_kda(**call)
+    fd.chunk_kda(**call)
+
+
 def test_a_call_that_ran_answers_a_dispatcher(validated: list[str]):
     call = good_call(fd.chunk_kda, "plain") | BY_KERNEL
     ask = public_call(fd.chunk_kda).refusal

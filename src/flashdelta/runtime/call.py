@@ -31,6 +31,9 @@ CALLS: dict[Callable[..., Any], Dispatcher] = {}
 
 Checked = tuple[Problem, Tensors, backends.Backend]
 
+REFUSALS = (ValueError, TypeError, NotImplementedError)
+"""Errors of a check that refuses a call; others are faults, which `NoKernel` must not hide."""
+
 
 class NoKernel(ValueError):
     """Raised by a call with `backend="kernel"` that no kernel runs, or that is refused, before anything is written."""
@@ -146,7 +149,7 @@ class Dispatcher:
         """
         try:
             return self.check_on_all_ranks(given, key)
-        except Exception as refusal:
+        except REFUSALS as refusal:
             self.remember_refusal(str(refusal), given, key)
             raise NoKernel(str(refusal)) from refusal
 
@@ -175,7 +178,8 @@ class Dispatcher:
                     return getattr(entry, "why", None)
             self.check(given, dry=True)
         except Exception as refusal:  # arguments may raise anything, as they are asked what they are
-            self.remember_refusal(str(refusal), given, key)
+            if isinstance(refusal, REFUSALS):
+                self.remember_refusal(str(refusal), given, key)
             return str(refusal)
         return None
 
