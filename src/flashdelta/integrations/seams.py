@@ -1,5 +1,5 @@
-"""Patches of an engine's code: functions by name, with digests of their code as it was read. A check reads source files and
-imports nothing.
+"""Patches of an engine: each names a function or class, with digests of its code as it was read. A check reads source files
+and imports nothing.
 
     python -m flashdelta.integrations.seams vllm [FOLDER]
 
@@ -32,7 +32,7 @@ ABSENT = object()
 
 
 class Patches:
-    """Replaces attributes of modules or classes, and puts back what was there."""
+    """Patches attributes of modules or classes, and puts back what was there."""
 
     def __init__(self) -> None:
         self.replaced: list[tuple[ModuleType | type, str, Any, Any]] = []
@@ -108,7 +108,7 @@ Adapter = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Patch:
-    """A replacement in an engine, or code that adapters rely on: the function or class `name`, or `Class.method`, of `module`,
+    """A patch of an engine, or code that adapters rely on: the function or class `name`, or `Class.method`, of `module`,
     wherever it is defined.
 
     `digests`: of the versions that were read, separated by spaces; none where there is nothing to read. `adapter` replaces a

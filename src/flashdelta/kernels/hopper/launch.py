@@ -1,4 +1,4 @@
-"""Helpers of all launchers: the call's inputs as kernels read them, the workspace, tensor descriptors."""
+"""Launches of Hopper's kernels: inputs as they read them, tiles of the workspace, tensor descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of all launchers: the call's inputs as kernels read them, the workspace, limits of GPUs."""
+"""Launches of either backend's kernels: arguments by their names, inputs as portable kernels read them, the workspace."""
 
 from __future__ import annotations
 
