@@ -114,11 +114,11 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
         "a bound that no gate reads": (lambda: sequences(lower_bound=-5.0), "lower_bound must .*; got -5"),
         "offsets fall": (lambda: sequences(cu_seqlens=offsets(0, 50, 20, 70)), ".* non-decreasing; got 50"),
         "offsets pass the end": (lambda: sequences(cu_seqlens=offsets(0, 71)), ".* at most T = 70"),
-        "a slot past the pool": (lambda: pooled(4), "state_indices must be below .* 4 slots; got"),
+        "a slot past the pool": (lambda: pooled(4), "state_indices must be below 4, the number of slots; got 4"),
         "a checkpoint past the pool": (lambda: pooled(0, **marked(16, 4)), "checkpoint_indices must be"),
         "a checkpoint past the buffer": (
             lambda: sequences(checkpoint_states=torch.zeros(3, 2, 32, 64), **marked(16, 3)),
-            "checkpoint_indices must be below the number of rows, 3 rows; got index 3",
+            "checkpoint_indices must be below 3, the number of rows; got 3",
         ),
         "a checkpoint past the end": (
             lambda: pooled(0, **marked(80, 1)),
@@ -143,7 +143,7 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
     },
     fd.recurrent_kda: {
         "a bound that no gate reads": (lambda: step(0, lower_bound=-5.0), "lower_bound must .*; got -5"),
-        "a slot past the pool": (lambda: step(1, 4), "ssm_state_indices must be below .* 4 slots; got"),
+        "a slot past the pool": (lambda: step(1, 4), "ssm_state_indices must be below 4, the number of slots"),
         "a slot for two": (lambda: step(1, 1), "ssm_state_indices must be distinct"),
         "a null index that nothing reads": (
             lambda: step(0, ssm_state_indices=None, initial_state=None, null_index="non_positive"),
@@ -153,7 +153,7 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
     fd.short_convolution: {
         "a checkpoint past the buffer": (
             lambda: convolved(checkpoint_states=torch.zeros(3, 8, 3), **marked(16, 3)),
-            "checkpoint_indices must be below the number of rows",
+            "checkpoint_indices must be below 3, the number of rows",
         ),
         "a null index that nothing reads": (lambda: convolved(null_index="non_positive"), "null_index must be"),
     },

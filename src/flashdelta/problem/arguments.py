@@ -73,8 +73,9 @@ def check_int_in(name: str, value: object, allowed: Sequence[int]) -> None:
 
 
 def check_name(name: str, value: object, *allowed: str | None) -> None:
-    # an array compared with a name is an array
-    if not isinstance(value, (str, type(None))) or value not in allowed:
+    if not isinstance(value, (str, type(None))):
+        raise mistyped(name, value, f"one of {allowed}")
+    if value not in allowed:
         raise wrong(name, repr(value), f"one of {allowed}")
 
 
@@ -115,6 +116,11 @@ def shape_of(x: Tensor) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def shown(value: object) -> str:
+    """What an error says of an argument that may be a tensor."""
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -254,13 +260,15 @@ class Arguments:
         return said if known == symbols else f"{said} = [{', '.join(map(str, known))}]"
 
     def exclusive(self, name: str, other: str) -> None:
-        rule(name, getattr(self, name) is None or getattr(self, other) is None, f"None with {other}", "both")
+        value = getattr(self, name)
+        if value is not None and getattr(self, other) is not None:
+            raise wrong(name, shown(value), f"None with {other}")
 
     def needs(self, name: str, *others: str) -> None:
         """Refuses `name` without any of the `others`."""
-        if getattr(self, name) is not None:
-            found = any([getattr(self, other) is not None for other in others])
-            rule(name, found, f"None without {' and '.join(others)}", "a value")
+        value = getattr(self, name)
+        if value is not None and all([getattr(self, other) is None for other in others]):
+            raise wrong(name, shown(value), f"None without {' and '.join(others)}")
 
     def together(self, name: str, other: str) -> None:
         for a, b in ((name, other), (other, name)):
@@ -312,9 +320,12 @@ def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
 def refuse_changed_offsets(ctx: Any) -> None:
     for name, x, version in ctx.offsets:
         if x._version != version:
-            raise RuntimeError(f"{name}: changed in place after the forward, and its backward pass reads it")
+            raise RuntimeError(
+                f"{name} must stay the same until the backward pass, which reads it; got one changed in place"
+            )
 
 
 def refuse_transforms(name: str) -> NoReturn:
     """Refuses transforms of `torch.func` around a call over ranks."""
-    raise NotImplementedError(f"{name}: transforms of torch.func have no calls over ranks; autograd has")
+    rule = "None inside transforms of torch.func (autograd works over ranks)"
+    raise NotImplementedError(f"{name} must be {rule}; got several ranks")

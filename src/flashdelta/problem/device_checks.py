@@ -145,7 +145,7 @@ class _Claims:
 
     def claim(self, argument: str, index: int, stored: bool) -> None:
         if index >= self.slots:
-            raise wrong(argument, f"index {index}", f"below the number of {self.unit}, {self.slots} {self.unit}")
+            raise wrong(argument, index, f"below {self.slots}, the number of {self.unit}")
         if index < self.lowest or not stored:
             return
         if index in self.written:

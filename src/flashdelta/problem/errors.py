@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def wrong(argument: str, got: object, wanted: str) -> ValueError:
     """The error for an argument that does not fit: the rule, then the value."""
-    return ValueError(f"{argument} must be {wanted}; got {got}")
+    return ValueError(f"{argument} must be {wanted}; got {shortened(str(got))}")
 
 
 def rule(argument: str, holds: bool, wanted: str, got: object) -> None:
@@ -26,9 +26,11 @@ def rule(argument: str, holds: bool, wanted: str, got: object) -> None:
 
 def mistyped(argument: str, got: object, wanted: str) -> TypeError:
     """The error for an argument of the wrong type."""
-    text = repr(got)
-    text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-    return TypeError(f"{argument} must be {wanted}; got {text} ({type(got).__name__})")
+    return TypeError(f"{argument} must be {wanted}; got {shortened(repr(got))} ({type(got).__name__})")
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 @contextlib.contextmanager

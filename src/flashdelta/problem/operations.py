@@ -59,7 +59,7 @@ HEAD_DIMS = (32, 64, 128, 256)
 DECODE_HEAD_DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHUNK_SIZES = (32, 64)
 PREFILL_SIZES = ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64))
-"""`(K, V, C)` of `kda_prefill`."""
+"""`(K, V, chunk_size)` of `kda_prefill`."""
 
 MIN_TAPS, MAX_TAPS = 2, 4
 """Limits of `short_convolution`."""
@@ -302,10 +302,10 @@ def check_gradients(c: Arguments, no_gradients: str | None) -> None:
     required = c.with_gradients()
     if not required:
         return
-    without = f"without gradients, or under torch.no_grad() ({no_gradients})"
-    rule(required[0], no_gradients is None, without, "a tensor that requires grad")
+    without = f"a tensor that does not require grad ({no_gradients}; torch.no_grad() allows it)"
+    rule(required[0], no_gradients is None, without, "one that does")
     for name in ("state_pool", "final_state", "checkpoint_states", "out"):
-        unwritten = "None where an input requires grad, or under torch.no_grad() (it is written in place)"
+        unwritten = "None where an input requires grad (it is written in place; torch.no_grad() allows it)"
         rule(name, getattr(c, name, None) is None, unwritten, "a tensor")
     returns = getattr(c, "return_intermediate_states", False)
     rule("return_intermediate_states", not returns, "False where an input requires grad", True)
@@ -528,7 +528,8 @@ def validate_prefill(c: Arguments) -> Made:
     size = K, V, _ = c.sizes["K"], c.sizes["V"], c.chunk_size
     rule("q", c.sizes["H"] > 0, "of at least one head", shape_of(c.q))
     name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
-    rule(name, size in PREFILL_SIZES, f"one of {', '.join(map(str, PREFILL_SIZES))}", f"(K, V, C) = {size}")
+    wanted = f"such that (K, V, chunk_size) is one of {', '.join(map(str, PREFILL_SIZES))}"
+    rule(name, size in PREFILL_SIZES, wanted, size)
     return prefill_problem(c, {name: c.read(x) for name, x in c.tensors.items()})
 
 

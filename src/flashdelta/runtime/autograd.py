@@ -89,7 +89,10 @@ class Differentiable(Entry):
         return found
 
 
-NO_SECOND = "gradients of gradients: kernels have none; backend='reference' has them in torch.func.grad, of one rank"
+NO_SECOND = (
+    "gradients must be of first order (backend='reference' has others, in torch.func.grad and on one rank); "
+    "got gradients of gradients"
+)
 
 
 def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
