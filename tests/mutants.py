@@ -156,7 +156,7 @@ MUTANTS = {
         ("problem/operations.py", "if places[other][0] < places[name][1] and", "if False and"),
         ("problem/arguments.py", "if value is not None and getattr(self, other) is not None:", "if False:"),
         ("problem/operations.py", "if not required:", "if True:"),
-        ("problem/operations.py", "LOWEST_BOUND <= value < 0", "LOWEST_BOUND <= value <= 0"),
+        ("problem/operations.py", "LOWEST_DECAY <= value < 0", "LOWEST_DECAY <= value <= 0"),
         ("problem/operations.py", 'c.exclusive("state_pool", "initial_state")', "pass"),
         ("problem/operations.py", "HV > 0 and HV % H == 0, f", "HV > 0, f"),
         ("problem/operations.py", "rows >= least", "True"),

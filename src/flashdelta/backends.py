@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from .problem.arguments import check_name
 from .problem.errors import wrong
 from .problem.problem import (
     GATES,
@@ -41,6 +42,8 @@ class Backend(Protocol):
 
     name: str
     summary: str
+    plain: bool = False
+    """True if its work is plain PyTorch, on any device and in any transform."""
     gates: tuple[str, ...] = (*GATES, "cumulative", "cumulative_log2")
     """Those that its code knows; the last two are stage WY's, whose `g` is summed up."""
 
@@ -270,6 +273,7 @@ def interpreting() -> bool:
 class ReferenceBackend(Backend):
     name = "reference"
     summary = "exact PyTorch, any device, differentiable"
+    plain = True
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         return None
@@ -288,8 +292,8 @@ BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBack
 
 NAMES = ("auto", *(b.name for b in BACKENDS))
 
-KERNEL = "kernel"
-"""Name that integrations pass instead of "auto": the same choice, but never the reference on a GPU."""
+KERNEL = object()
+"""Passed by integrations instead of "auto": the same choice, but never the reference on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -316,18 +320,17 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     """The backend that runs the call, and its backward pass.
 
     Raises:
+        TypeError: `name` is no name.
         ValueError: `name` is no backend, or that backend can't run this call.
     """
-    if isinstance(name, str) and name == KERNEL:
-        if (found := choose(problem, device)).name != "reference" or device.type == "cpu":
+    if name is KERNEL:
+        if not (found := choose(problem, device)).plain or device.type == "cpu":
             return found
-        reasons = (f"{v.backend}: {v.reason}" for v in judge(problem, device) if not v.preferred)
-        raise ValueError(f"no kernel runs this call: {'; '.join(reasons)}")
-    # an array compared with a name is an array
-    if not isinstance(name, str) or name != "auto":
-        backend = next((b for b in BACKENDS if isinstance(name, str) and b.name == name), None)
-        if backend is None:
-            raise wrong("backend", repr(name), f"one of {NAMES}")
+        reasons = "; ".join([f"{v.backend}: {v.reason}" for v in judge(problem, device) if not v.preferred])
+        raise wrong("backend", "none", f"one whose kernels run this call ({reasons})")
+    check_name("backend", name, *NAMES)
+    if name != "auto":
+        backend = next(b for b in BACKENDS if b.name == name)
         obstacle = backend.obstacle(problem, device)
         if obstacle:
             raise wrong("backend", repr(name), f"one that can run this call ({name}: {obstacle})")

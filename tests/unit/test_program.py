@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import knobs
 
 import flashdelta as fd
-from flashdelta.backends import TritonBackend
+from flashdelta.backends import KERNEL, TritonBackend
 from flashdelta.kernels.triton.recurrence import recurrence_kernel
 from flashdelta.parallel.exchange import Exchange
 from flashdelta.problem.problem import ChunkTensors
@@ -362,8 +362,8 @@ def test_another_length_is_checked_as_any_call(name: str, pretended: Started, mo
         assert str(found.value) == str(want_error.value)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference", "kernel"])
-def test_another_length_may_not_overlap(backend: str, pretended: Started, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("backend", ["triton", "reference", KERNEL])
+def test_another_length_may_not_overlap(backend: object, pretended: Started, monkeypatch: pytest.MonkeyPatch):
     """In a call that is validated, in the first one of another length, and in its replay."""
     monkeypatch.setattr(TritonBackend, "drawback", lambda self, problem, device: None)
     call, tokens = buffered() | {"backend": backend}, CALLS[fd.chunk_kda].operation.by_token
@@ -371,7 +371,7 @@ def test_another_length_may_not_overlap(backend: str, pretended: Started, monkey
         call |= {x: call[x][:, :T].clone() for x in tokens}
         with pytest.raises(ValueError, match=r"^out must be in memory of its own; got memory shared with v") as refused:
             fd.chunk_kda(**call | {"out": call["v"]})
-        assert (refused.type is NoKernel) == (backend == "kernel")
+        assert (refused.type is NoKernel) == (backend is KERNEL)
         fd.chunk_kda(**call)
 
 

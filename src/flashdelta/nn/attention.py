@@ -32,8 +32,9 @@ from ..parallel.checks import broadcast_errors
 from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
 from ..problem.arguments import check_int, check_int_in, check_name, flag, positive
+from ..problem.device_checks import LOWEST_DECAY
 from ..problem.errors import called, mistyped, rule, wrong
-from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, LOWEST_BOUND, MAX_TAPS, MIN_TAPS, epsilon
+from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, epsilon
 from ..problem.operations import bound as check_bound
 from ..problem.problem import PARAMETRIC_GATES, PLAIN_GATES, NullIndex
 from ..runtime.explain import Explanation, explain
@@ -154,7 +155,7 @@ class KimiDeltaAttention(nn.Module):
             flag(name, value)
         self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
         self.head_dim, self.head_v_dim, self.conv_size = head_dim, head_v_dim, conv_size
-        self.lower_bound = LOWEST_BOUND if read and lower_bound is None else lower_bound
+        self.lower_bound = LOWEST_DECAY if read and lower_bound is None else lower_bound
         self.gate, self.allow_neg_eigval, self.norm_eps = gate, allow_neg_eigval, norm_eps
         self.chunk_size, self.backend = chunk_size, backend
 

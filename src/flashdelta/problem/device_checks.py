@@ -35,7 +35,8 @@ from .switches import is_on
 CHECKPOINT_MULTIPLE = 16
 
 LOWEST_DECAY = -5.0
-"""That `safe_gate` promises."""
+"""The least of `lower_bound`, and what `safe_gate` promises. Below it a 16-token block may decay by more than exp(80), which
+float32 cannot hold as a quotient."""
 
 ENABLED = is_on("FLASHDELTA_CHECK", False)
 

@@ -73,9 +73,6 @@ MAX_NORM = 8192
 EPSILONS = torch.finfo(torch.float32)
 """The range of a norm's epsilon: kernels add them in float32."""
 
-LOWEST_BOUND = -5.0
-"""Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
-
 MAX_SEGMENTS = 1024
 """The most of a sequence."""
 
@@ -104,7 +101,7 @@ def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 def bound(name: str, value: Any) -> None:
     number_or_none(name, value)
-    rule(name, value is None or LOWEST_BOUND <= value < 0, "a float in [-5, 0)", value)
+    rule(name, value is None or device_checks.LOWEST_DECAY <= value < 0, "a float in [-5, 0)", value)
 
 
 def epsilon(name: str, value: Any) -> None:

@@ -115,7 +115,7 @@ class _Differentiated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         call, names = ctx.call
         refuse_changed_offsets(ctx)
-        tangents = forward_ad._current_level >= 0 and call.backend.name != "reference"
+        tangents = forward_ad._current_level >= 0 and not call.backend.plain
         gradients = _Gradients.apply if torch.is_grad_enabled() or tangents else _Gradients.forward
         return None, *gradients(call, names, *grads, *ctx.saved_tensors)
 

@@ -36,11 +36,11 @@ REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 
 class NoKernel(ValueError):
-    """Raised by a call with `backend="kernel"` that no kernel runs, or that is refused, before anything is written."""
+    """Raised by a call with `backend=KERNEL` that no kernel runs, or that is refused, before anything is written."""
 
 
 class Refused(Entry):
-    """An entry of the launch cache: a call with `backend="kernel"` that was refused, for something other than addresses."""
+    """An entry of the launch cache: a call with `backend=KERNEL` that was refused, for something other than addresses."""
 
     def __init__(self, why: str):
         self.why = why
@@ -82,7 +82,7 @@ class Dispatcher:
         self, key: Key, addresses: list[int], tensors: tuple[Tensor | None, ...], given: dict[str, Any]
     ) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
-        for_kernel = isinstance(given["backend"], str) and given["backend"] == backends.KERNEL
+        for_kernel = given["backend"] is backends.KERNEL
         problem, t, backend = (self.check_for_kernel if for_kernel else self.check_on_all_ranks)(given, key)
         tracing = torch.compiler.is_compiling()
         inside = not tracing and is_transformed()
@@ -138,7 +138,7 @@ class Dispatcher:
         problem, t = self.lengths.check(given, options, dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
-            self.check_transforms(problem, t, given, backend.name == "reference")
+            self.check_transforms(problem, t, given, backend.plain)
         return problem, t, backend
 
     def check_for_kernel(self, given: Mapping[str, Any], key: Key) -> Checked:
@@ -161,7 +161,7 @@ class Dispatcher:
                 CACHE.keep(key, Refused(why))
 
     def refusal(self, named: Mapping[str, Any]) -> str | None:
-        """Why a call with `backend="kernel"` would be refused, or None: for dispatchers that ask before they call. For a call
+        """Why a call with `backend=KERNEL` would be refused, or None: for dispatchers that ask before they call. For a call
         like an earlier one the launch cache has the answer."""
         key: Key = None
         given: Mapping[str, Any] = self.defaults | dict(named)

@@ -130,7 +130,7 @@ def explain(op: Callable, /, *arguments: object, device: torch.device | str | No
         readable = is_plain(t.q) and t.q.device.type == place.type != "meta"
         segments = tuple(chosen.parts(problem, chunks_of(problem, t).tolist(), t.device)) if readable else None
     tensors = {name: given[name] for name in call.tensors if name in given}
-    why = None if chosen.name == "reference" else not_replayed(tensors)
+    why = None if chosen.plain else not_replayed(tensors)
     return Explanation(support, verdicts, segments, why)
 
 

@@ -151,7 +151,7 @@ def _compile(op: Callable, call: dict[str, Any], device: torch.device) -> None:
     """Compiles the kernels of a call, which is checked."""
     problem, t = check(op, **call)
     backend = backends.choose(problem, device, call["backend"])
-    if device.type == "cuda" and backend.name != "reference":
+    if device.type == "cuda" and not backend.plain:
         from ..program.launch import compiling_for  # Triton need not be there
 
         with compiling_for(device):
