@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and why: the only module that knows more than one backend."""
+"""Chooses the implementation that runs a call, and says why: the only module that knows more than one backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -45,10 +45,10 @@ class Backend(Protocol):
     plain: bool = False
     """True if its work is plain PyTorch, on any device and in any transform."""
     gates: tuple[str, ...] = (*GATES, "cumulative", "cumulative_log2")
-    """Those that its code knows; the last two are stage WY's, whose `g` is summed up."""
+    """Gates that its code knows; the last two are stage WY's, whose `g` is summed up."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        """Why this backend can't run the call, or None if it can."""
+        """The reason why this backend can't run the call, or None."""
 
     def _common_obstacle(self, problem: Problem) -> str | None:
         """The obstacle for kernels that know some gates, and merge the states of other ranks in one piece."""
@@ -59,7 +59,7 @@ class Backend(Protocol):
         return None
 
     def drawback(self, problem: Problem, device: torch.device) -> str | None:
-        """Why `auto` should rather take another backend that can run the call, or None."""
+        """The reason for which `auto` should take another backend that can run the call, or None."""
         return None
 
     def build(self, problem: Problem, t: Tensors) -> Executable:
@@ -85,7 +85,7 @@ def _cached_capability(index: int | None) -> tuple[int, int] | None:
 
 @assume_constant
 def other_vendor() -> str | None:
-    """Why no GPU is NVIDIA's, or None. ROCm's PyTorch calls AMD's "cuda", too, with capabilities like those of Hopper."""
+    """The reason why no GPU is NVIDIA's, or None. ROCm's PyTorch calls AMD's "cuda", too, with capabilities like Hopper's."""
     if torch.version.hip is None:
         return None
     return f"PyTorch is built for AMD GPUs (ROCm {torch.version.hip}); the kernels need an NVIDIA GPU"
@@ -103,7 +103,7 @@ def has_triton() -> bool:
 
 
 def gpu_obstacle(device: torch.device, needs: str, fits: Callable[[tuple[int, int]], bool]) -> str | None:
-    """Why kernels can't run on a GPU, if so: on one whose compute capability does not fit, say."""
+    """The reason why kernels can't run on a GPU, or None: a compute capability that does not fit, say."""
     capability = nvidia_capability(device.index)
     if capability is None:
         return other_vendor() or "no NVIDIA GPU on this machine"
@@ -144,7 +144,6 @@ class HopperBackend(Backend):
             for name, dtype in (("A", problem.A_dtype), ("h", problem.h_dtype), ("dh", problem.dh_dtype)):
                 if dtype != torch.bfloat16:
                     return f"{name} in {dtype}; it takes bfloat16"
-
         if problem.ranks > 1 and problem.T == 0:
             return "no tokens on this rank; it leaves no packet then"
         if obstacle := self._head_obstacle(problem):
@@ -169,7 +168,7 @@ class HopperBackend(Backend):
         return None
 
     def _step_obstacle(self, problem: StepProblem) -> str | None:
-        """Why it can't run a call token by token."""
+        """The obstacle to a call token by token."""
         if problem.has_records:
             return self._record_obstacle(problem) or self._head_obstacle(problem)
         if problem.T != 1 or problem.packed or problem.stores_each_state:
@@ -179,7 +178,7 @@ class HopperBackend(Backend):
         return self._head_obstacle(problem)
 
     def _fused_obstacle(self, problem: StepProblem) -> str | None:
-        """Why it can't run a step of the layer."""
+        """The obstacle to a step of the layer."""
         if problem.T != 1 or problem.packed or problem.stores_each_state or problem.has_records:
             return "several tokens per sequence; in a step of the layer it takes one"
         if problem.dtype == torch.float64:
@@ -191,7 +190,7 @@ class HopperBackend(Backend):
         return self._width_obstacle(problem)
 
     def _record_obstacle(self, problem: StepProblem | CommitProblem) -> str | None:
-        """Why it can't write or replay records."""
+        """The obstacle to writing or replaying records."""
         if problem.state_dtype == torch.float64 or not problem.state_v_first:
             return f"states in {layout(problem)}; it takes float32 and bfloat16, V first"
         return None
@@ -292,7 +291,7 @@ BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBack
 
 NAMES = ("auto", *(b.name for b in BACKENDS))
 
-KERNEL = object()
+KERNEL: Any = object()
 """Passed by integrations instead of "auto": the same choice, but never the reference on a GPU."""
 
 

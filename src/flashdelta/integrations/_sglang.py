@@ -104,7 +104,6 @@ def warm(sizes: Any, dtype: torch.dtype, state_dtype: torch.dtype, lower_bound: 
     options: Arguments = {"gate": "softplus" if lower_bound is None else "lower_bound", "lower_bound": lower_bound}
     options |= {"dtype": dtype, "state_dtype": state_dtype, "state_v_first": True}
     options |= {"head_dims": [(sizes[1], sizes[0])], "device": device}
-
     tracks = {"checkpoint_states": (False, True), "checkpoint_dtype": torch.float32}
     warm_up(chunk_kda, **options, packed=(True,), state_pool=(True,), has_initial_state=(False,), **tracks)
     warm_up(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec)

@@ -401,7 +401,7 @@ POOLED = ("packed", "state_pool", "has_initial_state")
 
 
 def warm(call: Arguments, gate: Arguments, spec: int, prefill: Arguments) -> None:
-    """Compiles what a built layer's calls need, once a process: vLLM measures memory and captures graphs before the first
+    """Compiles what a built layer's calls need, once per process: vLLM measures memory and captures graphs before the first
     prefill. Without a GPU there is nothing to compile. `prefill`: what its prefills pass otherwise than its steps."""
     layer = call["self"]
     if accelerator() is None:
@@ -441,7 +441,6 @@ def largest(T: int, N: int, state: torch.dtype, options: Arguments, out: Tensor)
     found["cu_seqlens"] = (torch.arange(N + 1, device=out.device) * T // N).int()
     found |= {"state_pool": make(1, H, D, D, dtype=state), "state_indices": none}
     found |= {"use_beta_sigmoid_in_kernel": options.get("use_beta_sigmoid_in_kernel", True), **LAYOUT}
-
     if options["gate"] == "none":
         found["safe_gate"] = options["safe_gate"]
     else:

@@ -140,7 +140,6 @@ def packed_convolution(original: Callable[..., Any], is_on: Callable[[], bool]) 
         offsets = offsets_of(named)
         if offsets is None or not is_on():
             return original(x, weight, bias=bias, activation=activation, **named)
-
         rows = x.mT.flatten(0, 1)[None]
         weight, bias = (None if w is None else w if w.dtype == torch.float32 else w.to(x.dtype) for w in (weight, bias))
         y, _ = short_convolution(rows, weight, bias, activation=activation, cu_seqlens=offsets)

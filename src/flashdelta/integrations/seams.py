@@ -242,7 +242,6 @@ def content(x: Any) -> Any:
     fields = {name: y for name, y in ast.iter_fields(x) if y is not None and y != []}
     if isinstance(x, DOCUMENTED) and ast.get_docstring(x, clean=False) is not None:
         fields["body"] = x.body[1:]
-
     if isinstance(x, ast.JoinedStr):  # Python 3.12.1 has empty strings in formats
         fields["values"] = [y for y in x.values if getattr(y, "value", None) != ""]
     return type(x).__name__, [(name, content(y)) for name, y in fields.items()]

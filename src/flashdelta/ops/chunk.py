@@ -131,7 +131,7 @@ def chunk_kda(
             states in place; what counts are ranges of addresses, from a tensor's first element to its last), and takes no
             gradients.
         checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so
-            many tokens of the sequence is stored too. 0 means none; others must rise in a row and be multiples of 16, or the
+            many tokens of the sequence is stored too. 0 means none; others must be strictly increasing multiples of 16, or the
             sequence's length (where the state is the final one); M at most 8 in a pool. FLASHDELTA_CHECK=1 refuses others.
             Without it offset `c_m` cuts the sequence at `d_m = clamp(c_m, d_{m-1}, L)` for L tokens, `d_{-1} = 0`, and stores
             the state if `0 < c_m == d_m`: those past the end, or below the cut before, store nothing, an equal one the same

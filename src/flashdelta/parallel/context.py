@@ -81,14 +81,14 @@ class ContextParallel:
             raise wrong(name, f"shape {list(x.shape)}", wanted)
 
     def update_(self, cu_seqlens: Tensor) -> None:
-        """Takes other offsets, for as many tokens a rank, into the same memory: a captured CUDA graph replays with them.
+        """Takes other offsets, for as many tokens per rank, into the same memory: a captured CUDA graph replays with them.
 
         Every rank must call this with the same offsets, which FLASHDELTA_CHECK=1 verifies, and not between a forward and its
         backward pass, which reads the same memory and raises a RuntimeError then. Reentrant checkpointing, which runs the
         forward again, can't notice: its gradients are wrong.
 
         Args:
-            cu_seqlens: `[M + 1]` int32 or int64: offsets of all ranks' tokens, from 0, never falling, at most `ranks * tokens`.
+            cu_seqlens: `[M + 1]` int32 or int64: all ranks' offsets, non-decreasing from 0 to at most `ranks * tokens` tokens.
                 On the host they are checked, and on a device with FLASHDELTA_CHECK=1. Else their values there are not read:
                 offsets that go past all tokens are clamped to these, of more sequences than there is room for the last
                 ones are left out, and where offsets fall it is undefined which tokens make a sequence. Nothing outside
@@ -156,7 +156,7 @@ def context_parallel(
     it may lie on one rank, on several, on all. Every rank must call this with the same offsets.
 
     Args:
-        cu_seqlens: `[M + 1]` int32 or int64, offsets of all ranks' tokens on the device of the calls, from 0, never falling;
+        cu_seqlens: `[M + 1]` int32 or int64, offsets of all ranks' tokens on the device of the calls, from 0, non-decreasing;
             empty sequences are legal, and belong to the rank of the token after them (at the end: to the last one).
         group: a `torch.distributed.ProcessGroup` that this process is in.
         cu_seqlens_cpu: the same offsets on the host, if at hand: without them they are read from the device, once.

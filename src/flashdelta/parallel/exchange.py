@@ -1,5 +1,5 @@
-"""How the ranks of a process group tell each other what they have: by an all-gather, or by copies into the memory of the other
-ranks (docs/parallel.md)."""
+"""Exchanges among the ranks of a process group: an all-gather, or copies into the memory of the other ranks
+(docs/parallel.md)."""
 
 from __future__ import annotations
 
@@ -184,14 +184,14 @@ class SharedMemory:
     """
 
     obstacle: str | None
-    """Why there is no such memory, if so."""
+    """The reason why there is no such memory, if so."""
 
     def __init__(self, name: str, group: Any, device: torch.device):
         self.group, self.device = weakref.ref(group), device
         self.rank, self.ranks = group.rank(), group.size()
         self.room = self.calls = self.timeout_ms = 0
         self.memory: Any
-        """As PyTorch's symmetric memory has it."""
+        """The handle of PyTorch's symmetric memory."""
         self.buffers: list[Tensor] = []
         self.places: dict[tuple[int, int], _Place] = {}
         """Places by bytes of a packet, and by where the first one lies."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import mistyped, rule, wrong
-from .problem import FAMILIES, SETTINGS, Problem, Tensors, problem_of, record
+from .problem import FAMILIES, SETTINGS, Problem, Tensors, make_frozen, problem_of
 
 Made = tuple[Problem, Tensors]
 
@@ -119,7 +119,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shown(value: object) -> str:
-    """What an error says of an argument that may be a tensor."""
+    """Words for an argument that may be a tensor."""
     return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
@@ -140,7 +140,6 @@ def check_dense(name: str, x: Tensor, dims: int) -> None:
         if size > 1 and stride != inner:
             some = f"dense in its last {'dimension' if dims == 1 else f'{dims} dimensions (any pitch between them)'}"
             raise wrong(name, f"strides {x.stride()}", "contiguous" if 1 < dims == x.dim() else some)
-
         inner *= size
 
 
@@ -181,7 +180,7 @@ class Arguments:
         self.sizes: dict[str, int] = {}
         self.first, self.device = "", torch.device("cpu")
         self.tensors: dict[str, Tensor] = {}
-        """Those that were checked, by name."""
+        """Tensors that were checked, by name."""
 
     if TYPE_CHECKING:  # the arguments
 
@@ -282,7 +281,7 @@ class Arguments:
         """The problem, and the tensors by role. An option that has the name of a setting sets it, unless `settings` do."""
         tensors, own = FAMILIES[family], SETTINGS[family]
         found = {role: getattr(self, self.called.get(role, role), None) for role in tensors.__dataclass_fields__}
-        t = record(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
+        t = make_frozen(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
         return problem_of(family, t, **{name: self.given[name] for name in own if name in self.given} | settings), t
 
 
@@ -297,12 +296,12 @@ def extent(x: Tensor) -> int:
 
 
 def has_address(x: Tensor) -> bool:
-    """Not so on the meta device, in subclasses, and inside the transforms of `torch.func`."""
+    """True if the tensor has an address: not on the meta device, in subclasses, or inside the transforms of `torch.func`."""
     return is_plain(x) and not x.is_meta and not is_wrapped(x)
 
 
 def memory(x: Tensor | None) -> tuple[int, int] | None:
-    """Where a tensor begins and ends; None of one without addresses. Interleaved slices of one buffer share memory, too."""
+    """The addresses at which a tensor begins and ends; None without any. Interleaved slices of one buffer share memory, too."""
     if x is None or x.numel() == 0 or not has_address(x):
         return None
     return x.data_ptr(), x.data_ptr() + extent(x)

@@ -1,4 +1,4 @@
-"""How a refusal reads."""
+"""Words of refusals: the argument, the rule, then the value."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .arguments import Made
 from .operations import Operation
-from .problem import FAMILIES, Problem, record, replaced
+from .problem import FAMILIES, Problem, make_frozen, replaced
 
 MOST = 1024
 """Kinds of calls that are known of an operation."""
@@ -22,8 +22,8 @@ class Lengths:
     def __init__(self, operation: Operation, names: Sequence[str]):
         self.operation, self.names = operation, names
         self.known: dict[tuple, tuple[Problem, list[str], dict[str, torch.Size]]] = {}
-        """By kind, of the call that was validated: its problem, the roles of its tensors, and shapes of those that are views
-        of the caller's."""
+        """Records by kind, of the call that was validated: its problem, the roles of its tensors, and shapes of those that are
+        views of the caller's."""
 
     def check(self, given: Mapping[str, Any], options: tuple | None, dry: bool) -> Made:
         """`Operation.check`, once for each kind: other calls of it have the first one's problem, but for T. Whether their
@@ -44,7 +44,7 @@ class Lengths:
         present = {role: given[role] for role in roles} | {
             role: given[role].view(shape) for role, shape in views.items()
         }
-        made = replaced(problem, T=T), record(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
+        made = replaced(problem, T=T), make_frozen(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
         self.operation.check_values(made, given, dry)
         return made
 

@@ -203,7 +203,6 @@ def check_tokens(
 ) -> None:
     """Checks the tensors of the tokens, the offsets of sequences and the parameters of the gate. `g`, `beta`: their names;
     `pool`: the argument that tells K and V, where q, k and v are views of rows."""
-
     c.require("q", "B T H K", *FLOATS)
     dtype = c.q.dtype
     c.require("k", "B T H K", dtype)
@@ -774,4 +773,4 @@ FUSED_DECODE = Operation(
 )
 
 BY_NAME = {x.name: x for x in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION, FUSED_DECODE)}
-"""Those that write tensors of the caller's."""
+"""Operations that write tensors of the caller's."""

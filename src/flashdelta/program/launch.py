@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
     tensors: list[tuple[int, int]]
     described: list[tuple[int, int]]
     nbytes: Sequence[int] = ()
-    """Of the tensors of an exchange."""
+    """Bytes of the tensors of an exchange."""
     kernel: CompiledKernel | None = None
 
 

@@ -59,10 +59,10 @@ class Bound(NamedTuple):
     """Tensors that an exchange takes first, as bytes: index, begin and end. A launch has none."""
 
     outputs: Sequence[tuple]
-    """To allocate: name, index, `torch.empty` or `torch.zeros`, shape, dtype."""
+    """Allocations: name, index, `torch.empty` or `torch.zeros`, shape, dtype."""
 
     scratch: Sequence[tuple[int, int]]
-    """To allocate: index and bytes."""
+    """Allocations of scratch: index and bytes."""
 
     done: Sequence[int]
     """Indices of scratch that no later step uses."""
@@ -84,7 +84,7 @@ class Plan(Entry):
         self.memory, self.outputs, self.launches = memory, outputs, [*launches]
         self.index = memory.device.index
         self.sources = [*enumerate([0] * len(memory.roles))]
-        """Where the tensors of the call lie: index of the argument, and bytes from its beginning."""
+        """Places of the tensors of the call: index of the argument, and bytes from its beginning."""
         self.count = len(memory.roles)
         self.steps: list[Bound] | None = None
         """None before the first call."""

@@ -65,7 +65,6 @@ class Dispatcher:
         self.roles = of_rows | place | {role: place[name] for role, name in operation.called.items() if name in place}
         self.lengths = Lengths(operation, self.tensors)
         self.pairs = [(place[x], [place[other] for other in others]) for x, others in operation.overlaps(self.tensors)]
-
         CALLS[function] = self
 
     def __call__(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
@@ -89,7 +88,6 @@ class Dispatcher:
         if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
             if isinstance(problem, ChunkProblem) and problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
-
             return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
         # a call that has a key has nothing but plain tensors
         if tracing or (key is None and not all(map(is_plain, t.present().values()))):
@@ -154,15 +152,15 @@ class Dispatcher:
             raise NoKernel(str(refusal)) from refusal
 
     def remember_refusal(self, why: str, given: Mapping[str, Any], key: Key) -> None:
-        """Unless it may be for what the key does not tell: tensors that overlap, or offsets on the host."""
+        """Remembers a refusal, unless overlaps or offsets on the host may have caused it, which the key does not tell."""
         if key is not None and given.get("cu_seqlens_cpu") is None:
             with contextlib.suppress(ValueError):
                 self.refuse([given.get(name) for name in self.tensors])
                 CACHE.keep(key, Refused(why))
 
     def refusal(self, named: Mapping[str, Any]) -> str | None:
-        """Why a call with `backend=KERNEL` would be refused, or None: for dispatchers that ask before they call. For a call
-        like an earlier one the launch cache has the answer."""
+        """The reason for which a call with `backend=KERNEL` would be refused, or None: for dispatchers that ask before they
+        call. For a call like an earlier one the launch cache has the answer."""
         key: Key = None
         given: Mapping[str, Any] = self.defaults | dict(named)
         try:

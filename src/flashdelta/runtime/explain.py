@@ -135,7 +135,7 @@ def explain(op: Callable, /, *arguments: object, device: torch.device | str | No
 
 
 def not_replayed(tensors: Mapping[str, Tensor | None]) -> str | None:
-    """Why calls by kernels like this one have no plan that lasts, or None."""
+    """The reason why calls by kernels like this one have no plan that lasts, or None."""
     if device_checks.ENABLED:
         return "FLASHDELTA_CHECK=1 reads values on the host"
     for name, x in tensors.items():

@@ -20,7 +20,7 @@ from ..program.plan import Plan
 
 
 def only_launches(plan: Plan) -> list[Launch]:
-    """Without exchanges between ranks."""
+    """Returns the launches, without exchanges between ranks."""
     return [step for step in plan.launches if isinstance(step, Launch)]
 
 

@@ -89,7 +89,7 @@ def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayo
 
 
 def ctas(slices: int, device: torch.device) -> int:
-    """Persistent CTAs of a scan, one an SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
+    """Persistent CTAs of a scan, one per SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
     of its SMs only (MPS) runs them one after another."""
     return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
 

@@ -120,7 +120,7 @@ class ByHead:
         )
 
     def arguments(self) -> dict[str, Tensor | None]:
-        """Under the names of the kernels of `intra`."""
+        """Returns the arguments under the names of the kernels of `intra`."""
         inputs = {f"out_{name}": getattr(self, name) for name in ("q", "k", "g", "beta")}
         return dict(**inputs, partial_A_log=self.A_log, partial_dt_bias=self.dt_bias)
 

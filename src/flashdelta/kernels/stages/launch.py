@@ -112,7 +112,6 @@ def bind(
     Raises:
         AttributeError: a parameter that none of them has, with the kernel's name.
     """
-
     found = vars(t) | own  # type: ignore[operator]
     arguments, constants = [], {}
     # `kernel` itself has a hash that is worked out each time
@@ -279,7 +278,7 @@ def or_empty(problem: AttentionProblem, *states: Tensor | None) -> list[Tensor]:
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes a CTA may use, by compute capability."""
+"""Bytes that a CTA may use, by compute capability."""
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -38,7 +38,7 @@ class WyOperands:
         return WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
 
     def arguments(self) -> dict[str, Any]:
-        """Under the kernels' names."""
+        """Returns the arguments under the kernels' names."""
         return dict(vars(self), grad_o=self.do, o=self.do, grad_v_new=self.dv, grad_h=self.dh)
 
 
@@ -67,7 +67,7 @@ class Parts:
         return cls(*(memory.new(*kind) for kind in kinds))
 
     def arguments(self) -> dict[str, Any]:
-        """Under the kernels' names."""
+        """Returns the arguments under the kernels' names."""
         return vars(self)
 
 

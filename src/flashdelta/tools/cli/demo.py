@@ -29,7 +29,7 @@ WEIGHTS = "tiny_lm.safetensors"
 WARMUP_TOKENS = 2
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""On the relative error of the logits: rounding of the compute dtype, through every layer."""
+"""Limits of the relative error of the logits: rounding of the compute dtype, through every layer."""
 
 _T = TypeVar("_T")
 
