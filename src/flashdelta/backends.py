@@ -98,6 +98,7 @@ def nvidia_capability(index: int | None) -> tuple[int, int] | None:
 
 
 @assume_constant
+@functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 

@@ -83,7 +83,7 @@ class Plan(Entry):
     def __init__(self, memory: Slots, outputs: Outputs, launches: Iterable[Step]):
         self.memory, self.outputs, self.launches = memory, outputs, [*launches]
         self.index = memory.device.index
-        self.sources = [*enumerate([0] * len(memory.roles))]
+        self.sources = [(i, 0) for i in range(len(memory.roles))]
         """Places of the tensors of the call: index of the argument, and bytes from its beginning."""
         self.count = len(memory.roles)
         self.steps: list[Bound] | None = None
