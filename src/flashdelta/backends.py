@@ -97,18 +97,23 @@ def nvidia_capability(index: int | None) -> tuple[int, int] | None:
     return None if other_vendor() is not None else _cached_capability(index)
 
 
-@assume_constant
 @functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@assume_constant
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _is_installed("triton")
 
 
-def gpu_obstacle(device: torch.device, needs: str, fits: Callable[[tuple[int, int]], bool]) -> str | None:
-    """The reason why kernels can't run on a GPU, or None: a compute capability that does not fit, say."""
-    capability = nvidia_capability(device.index)
+@assume_constant
+def gpu_obstacle(index: int | None, needs: str, majors: range) -> str | None:
+    """The reason why kernels can't run on a GPU, or None: the major number of its compute capability, say."""
+    capability = nvidia_capability(index)
     if capability is None:
         return other_vendor() or "no NVIDIA GPU on this machine"
-    if not fits(capability):
+    if capability[0] not in majors:
         return f"compute capability {capability}; {needs}"
     return None if has_triton() else "Triton is not installed"
 
@@ -129,7 +134,7 @@ class HopperBackend(Backend):
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
-        found = gpu_obstacle(device, "it runs on Hopper, (9, 0)", lambda capability: capability[0] == 9)
+        found = gpu_obstacle(device.index, "it runs on Hopper, (9, 0)", range(9, 10))
         return found or self._common_obstacle(problem) or self._problem_obstacle(problem)
 
     def _problem_obstacle(self, problem: Problem) -> str | None:
@@ -225,7 +230,6 @@ class TritonBackend(Backend):
     name = "triton"
     summary = "portable Triton kernels, sm_80 and newer"
 
-    MIN_CAPABILITY = (8, 0)
     MAX_ROWS = 2**31
     """The most of a norm: they are divided in 32 bits."""
 
@@ -233,8 +237,7 @@ class TritonBackend(Backend):
         if device.type not in ("cpu", "cuda"):
             return f"device type {device.type!r}; it runs on NVIDIA GPUs"
         if device.type == "cuda":
-            least = self.MIN_CAPABILITY
-            if found := gpu_obstacle(device, f"it needs {least} or newer", lambda capability: capability >= least):
+            if found := gpu_obstacle(device.index, "it needs (8, 0) or newer", range(8, 100)):
                 return found
         elif not has_triton():
             return "Triton is not installed"

@@ -30,7 +30,7 @@ class Lengths:
         tensors overlap is left to `Plan.execute`. `options`: of a call that the launch cache may keep, with all else that rules
         may depend on; None for other calls, which are always validated."""
         kind = self.kind(given, options)
-        if kind not in self.known:
+        if kind is None or kind not in self.known:
             problem, t = made = self.operation.check(given, dry=dry)
             if kind is not None:
                 if len(self.known) >= MOST:

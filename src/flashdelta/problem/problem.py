@@ -81,7 +81,9 @@ class Tensors:
     """Slots in which the tensors lie (`workspace.Slots`)."""
 
     def present(self) -> dict[str, Tensor]:
-        return {role: x for role, x in vars(self).items() if x is not None and role != "memory"}
+        # not from `vars`, which PyTorch 2.11 does not trace
+        roles = self.__dataclass_fields__
+        return {role: x for role in roles if (x := getattr(self, role)) is not None and role != "memory"}
 
     def caller_outputs(self) -> dict[str, Tensor]:
         """Results by name that are tensors of the caller's."""
