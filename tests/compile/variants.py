@@ -298,6 +298,7 @@ WORDS: dict[str, Given] = {
     "softplus": {"gate": "softplus"},
     "log decays": {"gate": "none"},
     "log decays in fp32": {"gate": "none", "g_dtype": FP32},
+    "g in fp32": {"g_dtype": FP32},
     "packed": {"packed": True},
     "fixed length": {"packed": False},
     "long": {"packed": False, "T": 2**17},
@@ -362,7 +363,7 @@ WHOLE: Given = {"sequences": 17, "split": 1}
 """So many whole sequences that no launch overlaps."""
 
 VARIANTS = (
-    *variants("bf16 K128 V128", " bounded", " unbounded"),
+    *variants("bf16 K128 V128", " bounded", " unbounded", " g in fp32"),
     *variants("bf16 K128 V128", " fixed length", " fixed length, tokens innermost", " intermediate states, V first"),
     *variants("bf16 K128 V128", " chunk 32", " pool, V first", " pool with checkpoints, V first"),
     *variants("bf16 K128 V128", " unbounded, pool with checkpoints", " checkpoints in a buffer, V first"),

@@ -26,12 +26,13 @@ CASES = [
     *(replace(SMALL, name=f"T{T}", T=T, K=64 if T % 2 else 128) for T in (1, 16, 33, 64, 95, 130)),
     replace(SMALL, name="GVA, packed", H=1, HV=2, lengths=(70, 0, 33, 1, 64)),
     replace(PLAIN, name="no norm", l2norm=False, T=100),
+    replace(SMALL, name="g in float32", T=100, wide_gate=True),
+    replace(PLAIN, name="log decays in float32", T=100, K=64, wide_gate=True),
 ]
 
 
 def bounded_call(case: Case) -> dict:
-    call = make_call(case, BF16)
-    return call | {"g": call["g"].to(BF16), "backend": "triton"}
+    return make_call(case, BF16) | {"backend": "triton"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

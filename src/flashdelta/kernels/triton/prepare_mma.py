@@ -164,10 +164,7 @@ def prepare_mma_kernel(
 
     keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
-    # the gate's input, then right operands at the second reference
-    right = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
-    # at each step's own
-    near = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [KH * 64, 64], PLAIN)
     norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     norm_q_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     unit_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -181,7 +178,6 @@ def prepare_mma_kernel(
         bias = load_bias(dt_bias, head, K)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
-    g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN)
     copy_tokens(g_s, g, g_token, count, 64)
     copy_tokens(keys, k, k_token, count, 64)
     copy_tokens(queries, q, q_token, count, 64)
@@ -228,6 +224,9 @@ def prepare_mma_kernel(
     column_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, total_l)))
     at = decay + chunk * K + (half[:, None, None, None] * 64 + gl.arange(0, 64, layout=column_l)[None, None, None, :])
     gl.store(at, exp2(total_0 + between + total_3))
+    # right operands at the second reference, and at each step's own, where the gate's input was
+    right = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    near = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     for i in gl.static_range(KH):
         if i == 1:
             d = after
@@ -323,7 +322,7 @@ def prepare_mma_kernel(
 def by_mma(problem: ChunkProblem, t: ChunkTensors) -> bool:
     """Says whether `prepare_mma` runs, which spares `prepare`'s products by level."""
     fits = problem.safe_gate and problem.chunk_size == 64 and problem.K in (64, 128)
-    return fits and all([x.dtype == torch.bfloat16 and aligned(x) for x in (t.q, t.k, t.g)])
+    return fits and problem.dtype == torch.bfloat16 and all([aligned(x) for x in (t.q, t.k, t.g)])
 
 
 def prepare_mma(call: StageCall, Akk_inv: Tensor | None) -> Launch:
