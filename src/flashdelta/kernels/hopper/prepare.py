@@ -405,7 +405,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         gl.store(decay + h * 64 + position(column), decays)
         if asked >= 0:
             # one channel that stays is enough
-            asked = gl.where(gl.max((decays > FORGOTTEN).to(gl.int32), axis=0) != 0, -1, asked)
+            asked |= -gl.max((decays > FORGOTTEN).to(gl.int32), axis=0)
         qg = tiles + (KH + h) * 4096
         kg = tiles + (2 * KH + h) * 4096
         norm_k0, norm_q0 = pair_factors(buffers.norm0)
