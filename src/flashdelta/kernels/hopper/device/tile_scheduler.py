@@ -191,7 +191,9 @@ class TileScheduler:
         """The segment of the CTA's transition number `k`, its place in the sequence, and how many of its chunks count: M of a
         sequence's first segment is not needed, as the state before it is known. Nor is that of a segment that begins afresh,
         nor anything of one before such a segment."""
-        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows = self._of_segment(k, 1)
+        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows = self._of_segment(
+            k, 1
+        )
         in_M = gl.program_id(0) % self.SLICES * BV < K
         chunks = gl.where(((place == 0) | (fresh != 0)) & in_M, 0, stop - first + fresh)
         if self.forgets is not None:
@@ -306,7 +308,21 @@ class TileScheduler:
             begin += (first - fresh) * C
             slot += first - fresh
         stop = gl.where(last, 0, stop)
-        return head, n, batch, begin, end, slot, num_spans, first, stop, tile + n * (skipped * self.HV), place, fresh, follows
+        return (
+            head,
+            n,
+            batch,
+            begin,
+            end,
+            slot,
+            num_spans,
+            first,
+            stop,
+            tile + n * (skipped * self.HV),
+            place,
+            fresh,
+            follows,
+        )
 
 
 @gluon.jit
