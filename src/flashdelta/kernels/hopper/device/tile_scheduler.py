@@ -308,21 +308,8 @@ class TileScheduler:
             begin += (first - fresh) * C
             slot += first - fresh
         stop = gl.where(last, 0, stop)
-        return (
-            head,
-            n,
-            batch,
-            begin,
-            end,
-            slot,
-            num_spans,
-            first,
-            stop,
-            tile + n * (skipped * self.HV),
-            place,
-            fresh,
-            follows,
-        )
+        segment = tile + n * (skipped * self.HV)
+        return head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows
 
 
 @gluon.jit
@@ -469,8 +456,8 @@ def may_end_part(start, count, parts):
 
 @gluon.jit
 def may_end_segment(start, count, room, shortest):
-    """Says the same of segments, whose number is not known yet: whether any number that may be planned puts a border there. A lane
-    tries two. Division by float32 is exact for up to 2^15 chunks; of more a border may be missed, which begins nothing."""
+    """Says the same of segments, whose number is not known yet: whether any number that may be planned puts a border there. A
+    lane tries two. Division by float32 is exact for up to 2^15 chunks; of more a border may be missed, which begins nothing."""
     passed = start // C + 1
     chunks = passed + (count - 1) // C
     parts = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [gl.num_warps()], [0])) + 2
