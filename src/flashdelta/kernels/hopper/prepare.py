@@ -58,7 +58,7 @@ from ..shared.gluon.steps import (
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, bind_div8
 from .device.layouts import ACC, LEFT, beside, position, store_block, store_tile
-from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part, may_end_segment
 from .device.wgmma import mma3
 from .launch import FLAGS, overlaps_prepare, parts
 from .segments import SPLIT_COSTS, plan_segments, room
@@ -134,8 +134,8 @@ class Buffers:
         """`store_block` of a block's half of kg; at a border the largest elements of its sub-chunks, to `largest [2 KH, 4]`."""
         store_block(kg, x)
         if asked >= 0:
-            of_channels = gl.reduce(gl.abs(x), 1, larger)
-            self.largest.index(2 * h + block).store(gl.reduce(of_channels, 1, larger))
+            sizes = gl.abs(x).to(gl.int32, bitcast=True)
+            self.largest.index(2 * h + block).store(gl.max(gl.max(sizes, axis=1), axis=1).to(gl.float32, bitcast=True))
 
     @gluon.jit
     def both_totals(self, h):
@@ -401,7 +401,11 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         q1, k1 = load_pair(pairs1.index(h))
         before0, middle0, whole0 = block_sums(total_s.index(2 * h))
         before1, middle1, whole1 = block_sums(total_s.index(2 * h + 1))
-        gl.store(decay + h * 64 + position(column), exp2(whole0 + whole1))
+        decays = exp2(whole0 + whole1)
+        gl.store(decay + h * 64 + position(column), decays)
+        if asked >= 0:
+            # one channel that stays is enough
+            asked |= -gl.max((decays > FORGOTTEN).to(gl.int32), axis=0)
         qg = tiles + (KH + h) * 4096
         kg = tiles + (2 * KH + h) * 4096
         norm_k0, norm_q0 = pair_factors(buffers.norm0)
@@ -442,11 +446,11 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         lower = warpgroup_mma(pairs1.index(h), right1.index(h).permute((1, 0)), lower, use_acc=h > 0, is_async=True)
     upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
     lower, right = column_halves(lower, ACC_HALF)
-    return upper, lower, right
+    return upper, lower, right, asked
 
 
 @gluon.jit
-def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column):
+def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column, asked):
     """`bounded_pairs` for any decay: pairs at four distances, each with a reference between their rows.
 
     One block and half of the channels after the other: with more accumulators ptxas has no registers left for the MMAs and
@@ -496,7 +500,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
                 store_pair(pair_s[0].index(h), kn * a, qn * a)
                 store_pair(buffers.rights(0).index(h), kn * b, k_down)
                 store_block(qg, q_up)
-                store_block(kg, k_down * exp2(other)[None, None, :])
+                buffers.store_keys(kg, k_down * exp2(other)[None, None, :], h, 0, asked)
                 gl.store(decay + h * 64 + position(column), exp2(whole + other))
                 buffers.from_start.index(h).store(whole * 0.0 - 1.0)
                 buffers.between.index(h).store(exp2(whole))
@@ -504,7 +508,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
                 store_pair(pair_s[1].index(h), qn * a, kn * a)
                 right_s[1].index(2 * h).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 store_block(qg, q_up * exp2(other)[None, None, :])
-                store_block(kg, k_down)
+                buffers.store_keys(kg, k_down, h, 1, asked)
             fence_async_shared()
             pair = pair_s[block].index(h)
             pair_k = key_s[block].index(2 * h + block).permute((1, 0))
@@ -752,12 +756,14 @@ def prepare_kernel(
     # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
     if forgets is None:
         asked: gl.constexpr = -1
-    elif first_segment is not None:
-        # whose segments end is not known yet
-        asked = tile
     else:
+        if first_segment is not None:
+            ends = may_end_segment(start - begin, to_end, room, COSTS[4])
+        else:
+            ends = may_end_part(start - begin, to_end, parts)
         # in one register, where a condition would take another
-        asked = gl.where(may_end_part(start - begin, to_end, parts), tile, -1) + gl.minimum(tile, 0)
+        asked = gl.where(ends, tile, -1) + gl.minimum(tile, 0)
+        gl.store(forgets + tile, 0)
 
     sub_chunk = gl.arange(0, 4, layout=gl.SliceLayout(1, TOTALS))
     column = gl.arange(0, 64, layout=COLUMNS)
@@ -784,11 +790,11 @@ def prepare_kernel(
     half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
     if fits:
-        upper, lower, right = bounded_pairs(
+        upper, lower, right, asked = bounded_pairs(
             buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
         )
     else:
-        upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
+        upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column, asked)
     if not SAFE or forgets is not None:
         # anew: they would be spilled
         betas = buffers.beta.load(gl.SliceLayout(1, ACC))

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import base_value
 
 from ...shared.gluon.compat import aggregate
+from ...shared.gluon.math import reciprocal
 from ...shared.segments import chunks_of, outgoing_sequence, part_of_span, place_segment, segment_of
 from ...shared.sequences import (
     chunk_of_sequence,
@@ -110,7 +111,7 @@ class TileScheduler:
             segment: gl.constexpr = 0
         else:
             if segments > self.N:
-                head, n, batch, begin, end, slot, num_spans, first, stop, segment, _, fresh = self._of_segment(k, 0)
+                head, n, batch, begin, end, slot, num_spans, first, stop, segment, _, fresh, _ = self._of_segment(k, 0)
             else:
                 head, n, batch, begin, end, slot, num_spans, first, stop, fresh = self._of_sequence(k)
                 segment = n * 0
@@ -190,11 +191,13 @@ class TileScheduler:
         """The segment of the CTA's transition number `k`, its place in the sequence, and how many of its chunks count: M of a
         sequence's first segment is not needed, as the state before it is known. Nor is that of a segment that begins afresh,
         nor anything of one before such a segment."""
-        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh = self._of_segment(k, 1)
+        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows = self._of_segment(
+            k, 1
+        )
         in_M = gl.program_id(0) % self.SLICES * BV < K
         chunks = gl.where(((place == 0) | (fresh != 0)) & in_M, 0, stop - first + fresh)
         if self.forgets is not None:
-            chunks = gl.where(self._forgets(slot + (stop - first + fresh), head, True) != 0, 0, chunks)
+            chunks = gl.where(follows != 0, 0, chunks)
         tile = WorkTile(
             *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
             *(True, segment, fresh, False, False),
@@ -295,14 +298,18 @@ class TileScheduler:
         last = place + 1 == places
         head = (tile % self.HV).to(gl.int64)
         fresh: gl.constexpr = 0
+        follows: gl.constexpr = 0
         if self.forgets is not None:
             fresh = self._forgets(slot + first, head, place > 0)
+            # of the segment after it: neither load waits for the other
+            follows = self._forgets(slot + stop, head, ~last)
         if self.checkpoint_offsets is None:
             end = gl.where(last, end, begin + stop * C)
             begin += (first - fresh) * C
             slot += first - fresh
         stop = gl.where(last, 0, stop)
-        return head, n, batch, begin, end, slot, num_spans, first, stop, tile + n * (skipped * self.HV), place, fresh
+        segment = tile + n * (skipped * self.HV)
+        return head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows
 
 
 @gluon.jit
@@ -445,6 +452,18 @@ def may_end_part(start, count, parts):
     passed = start // C + 1
     length = part_length(passed + (count - 1) // C, parts)
     return (count > C) & (passed % length == 0)
+
+
+@gluon.jit
+def may_end_segment(start, count, room, shortest):
+    """Says the same of segments, whose number is not known yet: whether any number that may be planned puts a border there. A
+    lane tries two. Division by float32 is exact for up to 2^15 chunks; of more a border may be missed, which begins nothing."""
+    passed = start // C + 1
+    chunks = passed + (count - 1) // C
+    parts = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [gl.num_warps()], [0])) + 2
+    border = ((passed * parts + parts - 0.5) * reciprocal(chunks.to(gl.float32))).to(gl.int32)
+    ends = (border * chunks >= passed * parts) & (parts * shortest <= chunks) & (parts <= 1 + room)
+    return (count > C) & (gl.max(ends.to(gl.int32), axis=0) != 0)
 
 
 @gluon.jit
