@@ -100,15 +100,6 @@ def test_one_channel_that_stays_is_enough(channel: int, gate: float, how: str):
 
 
 @pytest.mark.parametrize("how", ["parts", "segments"])
-@pytest.mark.parametrize("decay", [-4.0, -8.0], ids=["fits", "exact"])
-def test_unbounded_decays_forget(decay: float, how: str):
-    case, g = replace(SHORT, safe=False), torch.full((6, 64, 128), decay)
-    assert remembers(explicit_call(case, g), how) == [False]
-    g[..., 100] = -1 / 64
-    assert remembers(explicit_call(case, g), how) == [True]
-
-
-@pytest.mark.parametrize("how", ["parts", "segments"])
 def test_some_chunks_forget(how: str):
     """A segment that is needed lies between those that are not."""
     g = torch.full((8, 64, 128), -0.01)

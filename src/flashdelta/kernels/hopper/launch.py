@@ -99,7 +99,8 @@ def may_begin_afresh(problem: ChunkProblem) -> bool:
     must not depend on the batch, nor where states inside a sequence are asked for."""
     own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1 or problem.operation != "chunk"
     inside = problem.return_intermediate_states or problem.checkpoints > 0 or problem.checkpoint_every > 0
-    return problem.K == 128 and problem.split == AUTO and not own and not inside
+    # with unbounded gates `prepare_steps` would spill, and chunks gain nothing
+    return problem.K == 128 and problem.split == AUTO and problem.safe_gate and not own and not inside
 
 
 def parts(problem: ChunkProblem, device: torch.device) -> int:

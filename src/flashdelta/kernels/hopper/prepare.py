@@ -450,7 +450,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
 
 
 @gluon.jit
-def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column, asked):
+def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column):
     """`bounded_pairs` for any decay: pairs at four distances, each with a reference between their rows.
 
     One block and half of the channels after the other: with more accumulators ptxas has no registers left for the MMAs and
@@ -500,7 +500,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column,
                 store_pair(pair_s[0].index(h), kn * a, qn * a)
                 store_pair(buffers.rights(0).index(h), kn * b, k_down)
                 store_block(qg, q_up)
-                buffers.store_keys(kg, k_down * exp2(other)[None, None, :], h, 0, asked)
+                store_block(kg, k_down * exp2(other)[None, None, :])
                 gl.store(decay + h * 64 + position(column), exp2(whole + other))
                 buffers.from_start.index(h).store(whole * 0.0 - 1.0)
                 buffers.between.index(h).store(exp2(whole))
@@ -508,7 +508,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column,
                 store_pair(pair_s[1].index(h), qn * a, kn * a)
                 right_s[1].index(2 * h).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 store_block(qg, q_up * exp2(other)[None, None, :])
-                buffers.store_keys(kg, k_down, h, 1, asked)
+                store_block(kg, k_down)
             fence_async_shared()
             pair = pair_s[block].index(h)
             pair_k = key_s[block].index(2 * h + block).permute((1, 0))
@@ -789,12 +789,16 @@ def prepare_kernel(
         fits = gl.min(lowest, axis=0) >= LOWEST_HALF
     half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
-    if fits:
+    if forgets is not None:
         upper, lower, right, asked = bounded_pairs(
             buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
         )
+    elif fits:
+        upper, lower, right, _ = bounded_pairs(
+            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
+        )
     else:
-        upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column, asked)
+        upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
     if not SAFE or forgets is not None:
         # anew: they would be spilled
         betas = buffers.beta.load(gl.SliceLayout(1, ACC))

@@ -575,7 +575,7 @@ def recurrence(
     """The launch of the recurrence. With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after
     `prepare_steps`."""
     problem, t = call.problem, call.t
-    most, at_once = ctas(problem.V // TILE, t.device), parts(problem, t.device) if "forgets" in call.workspace else None
+    most, at_once = ctas(problem.V // TILE, t.device), parts(problem, t.device)
     overlaps = not steps and overlaps_prepare(call)
     fetched = 1 + (2 * problem.K // TILE + 1 if o is None else tiles_of_chunk(problem.K, steps))
     own = dict(
@@ -586,11 +586,11 @@ def recurrence(
         # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
         STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
         STREAM_K=not call.may_split and stream_k_pays(problem, most),
-        **dict(parts=at_once, STEPS=steps, OVERLAPS=overlaps),
+        **dict(parts=at_once if "forgets" in call.workspace else None, STEPS=steps, OVERLAPS=overlaps),
     )
     return Launch(
         recurrence_kernel,
-        most if call.may_split and problem.N > 0 else min(work_tiles(problem) * (at_once or 1), most),
+        most if call.may_split and problem.N > 0 else min(work_tiles(problem) * at_once, most),
         *bind_div8(recurrence_kernel, problem, t, own),
         num_warps=4,
         overlaps=overlaps,

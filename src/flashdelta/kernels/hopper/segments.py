@@ -309,8 +309,7 @@ def split_layout(problem: ChunkProblem, device: torch.device, steps: bool = Fals
     """Layout of what the stages of a split leave for each other, if sequences may be split. `forgets [chunks, HV]`: 1 for
     chunks that forget all before them, if work tiles may begin there."""
     found = {} if steps else segment_layout(problem, segments_of_call(problem, room(problem, device), SPLIT_COSTS))
-    # with unbounded gates `prepare_steps` would spill
-    if may_begin_afresh(problem) and (problem.safe_gate or not steps) and (found or parts(problem, device) > 1):
+    if may_begin_afresh(problem) and (found or parts(problem, device) > 1):
         return {**found, "forgets": ((problem.B * problem.slots * problem.HV,), torch.int32)}
     return found
 
