@@ -136,6 +136,10 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
             lambda: sequences(null_index="non_positive"),
             "null_index must be 'negative' without state_indices",
         ),
+        "a decay per head": (
+            lambda: sequences() | {"g": -torch.rand(1, 70, 2)},
+            r"g must be of shape .* = \[1, 70, 2, 32\] \(.* g\[\.\.\., None\]\.expand.*; got shape \[1, 70, 2\]$",
+        ),
         "a promise that the gate can't keep": (
             lambda: make_call(BY_NAME["softplus"]) | {"safe_gate": True},
             "safe_gate must be False with the gate 'softplus'",
