@@ -10,7 +10,9 @@ import torch
 
 import flashdelta as fd
 
-from ..support.cases import BY_NAME, CASES, FP16, FP32, Case, named
+from ..gpu.calls import check_scalar_decay
+from ..support import scalar_decay
+from ..support.cases import BY_NAME, CASES, FP16, FP32, Case, case_id, named
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
 from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.oracle import TOLERANCE, as_recurrent, assert_right, check_h, conditioning, poisoned_memory, same_bits
@@ -72,6 +74,11 @@ def check(op, case: Case, dtype: torch.dtype) -> None:
 )
 def test_cases(case: Case, op, dtype: torch.dtype):
     check(op, case, dtype)
+
+
+@pytest.mark.parametrize("case", scalar_decay.CASES, ids=case_id)
+def test_one_decay_per_head(case: Case):
+    check_scalar_decay(case, FP32, "triton", "cpu")
 
 
 @pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda], ids=lambda op: op.__name__)

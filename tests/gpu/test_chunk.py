@@ -12,6 +12,7 @@ import torch
 
 import flashdelta as fd
 
+from ..support import scalar_decay
 from ..support.cases import BF16, BOUNDED, BY_NAME, CASES, FP16, FP32, HARD_CASES, Case, case_id, named
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import chunked_truth, same_bits
@@ -22,6 +23,7 @@ from .calls import (
     UNBOUNDED,
     assert_same_bits,
     check,
+    check_scalar_decay,
     gpu_call,
     hold,
     hold_each,
@@ -139,6 +141,11 @@ CALLS = [
 @pytest.mark.parametrize(("case", "function", "dtype"), CALLS)
 def test_results_are_the_reference(case: Case, function: Callable, dtype: torch.dtype, backend: str):
     check(function, case, dtype, backend)
+
+
+@pytest.mark.parametrize("case", [*map(on_gpu, scalar_decay.CASES)], ids=case_id)
+def test_one_decay_per_head(case: Case, backend: str):
+    check_scalar_decay(case, BF16, backend)
 
 
 # ---- NaN, and what else must not reach a neighbour ------------------------------------------------------------------

@@ -208,6 +208,9 @@ def check_tokens(
     c.require("k", "B T H K", dtype)
     c.require("v", "B T HV V", dtype)
     check_heads(c, head_dims, pool)
+    if isinstance(x := getattr(c, g), Tensor) and x.dim() == 3:
+        advice = f"(expand one decay per head: {g}[..., None].expand(-1, -1, -1, K))"
+        raise wrong(g, shape_of(x), f"of shape {c.described('B T HV K')} {advice}")
     c.require(g, "B T HV K", FLOAT32, dtype)
     c.require(beta, "B T HV", FLOAT32, dtype)
     check_offsets(c, "q")
