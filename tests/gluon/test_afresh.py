@@ -120,6 +120,15 @@ def test_what_moves_between_channels_is_remembered(other: int | None, how: str):
     assert remembers(call, how) == [other is not None or how != "steps"]
 
 
+@EACH
+def test_what_moves_twice_in_a_half_step_is_remembered(how: str):
+    """No channel's decay after the half step's reference is above 2^-72, so that only keys tell it."""
+    g, k = torch.full((6, 64, 128), -5.0), torch.zeros(6, 64, 128)
+    g[:, :21, 3] = g[:, 21:26, 7] = g[:, 26:, 9] = 0.0
+    k[:, 20, [3, 7]] = k[:, 25, [7, 9]] = k[:, 63, [3, 9]] = 0.5**0.5
+    assert remembers(explicit_call(SHORT, g, k), how) == [True]
+
+
 @pytest.mark.parametrize("how", ["parts", "segments"])
 def test_a_pool_is_read_before_it_is_written(how: str):
     """The last work tile stores where the first one reads, and may be done first."""
