@@ -37,7 +37,7 @@ MUTANTS = {
         ("kernels/stages/finish.py", "total_k += tl.load(heads_k", "total_k = tl.load(heads_k"),
         ("kernels/triton/reverse.py", "grad -= tl.dot(dv_new", "grad += tl.dot(dv_new"),
         ("kernels/triton/wy.py", "acc_beta += tl.sum(summand(Z, k_exp_g", "acc_beta -= tl.sum(summand(Z, k_exp_g"),
-        ("kernels/shared/norms.py", "return 1.0 / tl.sqrt(total + L2_EPS)", "return 1.0 / tl.sqrt(total)"),
+        ("kernels/shared/norms.py", "norm = 1.0 / tl.sqrt(total + L2_EPS)", "norm = 1.0 / tl.sqrt(total)"),
     ],
     "gluon/test_backward.py::test_few_ctas_change_no_bit": [
         ("kernels/hopper/wy.py", "wait_tiles(sums, phase)", "pass"),
@@ -183,7 +183,7 @@ MUTANTS = {
         ("tools/export/c/prefill.c", "at.kg = at.qg + tile;", "at.kg = at.qg;"),
     ],
     "unit/test_hopper_choice.py": [
-        ("backends.py", "capability[0] == 9)", "capability[0] >= 9)"),
+        ("backends.py", "range(9, 10))", "range(9, 100))"),
         ("kernels/hopper/build.py", "same = free or", "same = True or"),
         ("kernels/hopper/build.py", "and 0 < longest", "and 0 <= longest"),
         ("program/workspace.py", "self._next(offset if offset % size == 0 else size)", "self._next()"),
