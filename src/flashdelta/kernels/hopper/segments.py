@@ -265,8 +265,7 @@ def transitions_kernel(
     border, cu_seqlens, checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state,
     lowest: gl.int32, pool_slots: gl.int32, has_initial: gl.int32, has_final: gl.int32, state_pitch: gl.int64,
     T: gl.int32, N: gl.int32, HV: gl.int32, slots: gl.int32, checkpoints: gl.int32,
-    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32,
-    transition_pitch: gl.int32, offset_pitch: gl.int32,
+    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, transition_pitch: gl.int32, offset_pitch: gl.int32,
     K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()

@@ -68,8 +68,7 @@ def transitions_kernel(
     w, kg, inverse, decay, v, transitions, offsets, first_segment, border, cu_seqlens,
     checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots,
     has_initial, has_final, state_pitch: tl.int64, T, N, HV,
-    chunk_slots, checkpoints, v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64,
-    transition_pitch, offset_pitch,
+    chunk_slots, checkpoints, v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64, transition_pitch, offset_pitch,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
