@@ -56,7 +56,7 @@ from ..shared.gluon.steps import (
     running_sums,
 )
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall, bind_div8
+from ..stages.launch import StageCall, launch_div8
 from .device.layouts import ACC, LEFT, beside, position, store_block, store_tile
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part, may_end_segment
 from .device.wgmma import mma3
@@ -842,12 +842,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
         **dict(FLAGS=FLAGS, COSTS=tuple(vars(SPLIT_COSTS).values())),
         OVERLAPS=plan is not None or overlaps_prepare(call),
     )
-    return Launch(
-        prepare_kernel,
-        ctas + (plan is not None),
-        *bind_div8(prepare_kernel, problem, call.t, own),
-        num_warps=4,
-        # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
-        max_registers=168 if problem.safe_gate or problem.K == 128 else None,
-        rows=rows,
-    )
+    ctas += plan is not None
+    # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
+    most = 168 if problem.safe_gate or problem.K == 128 else None
+    return launch_div8(prepare_kernel, ctas, problem, call.t, own, max_registers=most, rows=rows)

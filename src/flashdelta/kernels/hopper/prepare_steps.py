@@ -75,7 +75,7 @@ from ..shared.gluon.steps import (
     step_inverses,
 )
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall, bind_div8
+from ..stages.launch import StageCall, launch_div8
 from .device.layouts import ACC, beside
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
 from .launch import FLAGS, parts, tiles
@@ -654,12 +654,6 @@ def prepare_steps(call: StageCall) -> Launch:
         **dict(tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS),
         parts=parts(problem, call.t.device) if "forgets" in call.workspace else None,
     )
-    return Launch(
-        prepare_steps_kernel,
-        ctas,
-        *bind_div8(prepare_steps_kernel, problem, call.t, own),
-        num_warps=4,
-        # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
-        max_registers=96 if problem.K == 64 and problem.safe_gate else 128,
-        rows=rows,
-    )
+    # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
+    most = 96 if problem.K == 64 and problem.safe_gate else 128
+    return launch_div8(prepare_steps_kernel, ctas, problem, call.t, own, max_registers=most, rows=rows)

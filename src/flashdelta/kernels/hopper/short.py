@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from ...program.launch import Launch
 from ...program.plan import Outputs, Step
 from ..shared.gates import decay_rate
 from ..shared.gluon.compat import barrier, reinterpret
@@ -37,7 +36,7 @@ from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import own_work_tile
 from ..shared.states import sequence_slot
 from ..stages.backward_pass import StageSet
-from ..stages.launch import bind_div8, state_arguments
+from ..stages.launch import launch_div8, state_arguments
 from .device.layouts import ACC, BV, LEFT, C, as_left, beside, store_transposed
 from .device.wgmma import mma, mma_first
 from .prepare_steps import decayed_parts, masked_pairs, products, start_copies, store_norms, weigh_keys
@@ -268,11 +267,7 @@ def short(stages: StageSet, outputs: Outputs, own: Tensor | None = None) -> list
     """The launch of a forward, as `StageSet.forward`. A state between chunks has room of each CTA's own."""
     problem, t = stages.problem, stages.t
     states = (problem.N * problem.HV * problem.K * problem.V,)
-    given = dict(
-        o=outputs["o"] if own is None else own,
-        carry=t.memory.new(states, torch.float32),
-        **state_arguments(problem, t, outputs.get("final_state")),
-    )
-    arguments = bind_div8(short_kernel, problem, t, given)
+    given = dict(o=outputs["o"] if own is None else own, carry=t.memory.new(states, torch.float32))
+    given |= state_arguments(problem, t, outputs.get("final_state"))
     # three CTAs on an SM
-    return [Launch(short_kernel, problem.N * problem.HV, *arguments, num_warps=4, max_registers=168)]
+    return [launch_div8(short_kernel, problem.N * problem.HV, problem, t, given, max_registers=168)]

@@ -51,7 +51,7 @@ from ..shared.gluon.steps import (
 from ..shared.mma import two_parts
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import own_chunk
-from ..stages.launch import StageCall, aligned, bind_div8, chunks
+from ..stages.launch import StageCall, aligned, chunks, launch_div8
 
 QUARTERS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2], instr_shape=[16, 8]))
 """Accumulators of the rows of a step, 16 of half the columns a warp."""
@@ -327,5 +327,4 @@ def by_mma(problem: ChunkProblem, t: ChunkTensors) -> bool:
 
 def prepare_mma(call: StageCall, Akk_inv: Tensor | None) -> Launch:
     own = dict(call.left("w", "qg", "kg", "Aqk", "decay"), inverse=call.workspace["Akk_inv"], Akk_inv=Akk_inv)
-    bound = bind_div8(prepare_mma_kernel, call.problem, call.t, own)
-    return Launch(prepare_mma_kernel, chunks(call.problem), *bound, num_warps=4, max_registers=168)
+    return launch_div8(prepare_mma_kernel, chunks(call.problem), call.problem, call.t, own, max_registers=168)
