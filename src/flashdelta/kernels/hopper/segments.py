@@ -53,7 +53,10 @@ def plan_segments(
     for base in range(0, N, 128):
         n = base + lane
         chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C)
-        segments = planned_parts(chunks, total, room, split, batch_invariant, *COSTS)
+        segments = planned_parts(
+            *(chunks, total, room, split, batch_invariant),
+            *(COSTS[0], COSTS[1], COSTS[2], COSTS[3], COSTS[4], COSTS[5]),
+        )
         segments = gl.where(n < N, gl.where(fits, segments, 1), 0)
         ends = before + gl.associative_scan(segments, 0, add)
         gl.store(first_segment + n, (ends - segments).to(gl.int32), mask=n < N)
