@@ -15,12 +15,13 @@ the blocks of 2, 4, .. 64 rows, where no factor is more than 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.gates import beta_gradient, decay_rate
 from ..shared.gluon.compat import barrier, reinterpret
@@ -36,9 +37,7 @@ from ..shared.gluon.math import (
     wide,
 )
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.finish import ByHead
-from ..stages.launch import bind_div8, chunks
-from ..stages.wy import Parts
+from ..stages.launch import StageCall, chunks, launch_div8
 from .device.layouts import C, copy_rows, half_rows, load_rows, row_column, store_rows
 from .device.tile_scheduler import chunk_tile, first_tile
 from .device.wgmma import opaque_indices, store_decays, weighted_sums
@@ -356,6 +355,6 @@ def intra_kernel(
         gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
 
 
-def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
-    bound = bind_div8(intra_kernel, problem, t, parts.arguments() | heads.arguments())
-    return Launch(intra_kernel, chunks(problem), *bound, 4 * (problem.K // 64))
+def intra(call: StageCall, own: dict[str, Any]) -> Launch:
+    problem = call.problem
+    return launch_div8(intra_kernel, chunks(problem), problem, call.t, own, num_warps=4 * (problem.K // 64))

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.gates import decay_rate
+from ..shared.gluon import steps
 from ..shared.gluon.compat import aggregate, copy_async, reinterpret
 from ..shared.gluon.math import (
     LOWEST,
@@ -44,19 +45,9 @@ from ..shared.gluon.math import (
     wide,
     widen,
 )
-from ..shared.gluon.steps import (
-    ACC_HALF,
-    FLAT,
-    PLAIN,
-    ROWS,
-    TILE,
-    copy_tokens,
-    load_bias,
-    pair_norm_factors,
-    running_sums,
-)
+from ..shared.gluon.steps import ACC_HALF, FLAT, PLAIN, ROWS, TILE
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall, bind_div8
+from ..stages.launch import StageCall, launch_div8
 from .device.layouts import ACC, LEFT, beside, position, store_block, store_tile
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part, may_end_segment
 from .device.wgmma import mma3
@@ -200,8 +191,8 @@ def load_gate(buffers, h, dtype: gl.constexpr):
 
 @gluon.jit
 def store_norms(buffers, scale, L2NORM):
-    buffers.norm0.reshape([4, 16]).store(pair_norm_factors(buffers.pairs(0), scale, True, L2NORM))
-    buffers.norm1.reshape([4, 16]).store(pair_norm_factors(buffers.pairs(1), scale, False, L2NORM))
+    buffers.norm0.reshape([4, 16]).store(steps.pair_norm_factors(buffers.pairs(0), scale, True, L2NORM))
+    buffers.norm1.reshape([4, 16]).store(steps.pair_norm_factors(buffers.pairs(1), scale, False, L2NORM))
 
 
 @gluon.jit
@@ -230,8 +221,8 @@ def half_sums(buffers, h, rate, dtype: gl.constexpr, GATE, SAFE):
     if buffers.bias is not None:
         bias = buffers.bias.index(h).load(COLUMNS)[None, None, :]
     g0, g1 = load_gate(buffers, h, dtype)
-    c0, total0 = running_sums(decay_steps(g0, bias, rate, buffers.unit.index(0), GATE, SAFE))
-    c1, total1 = running_sums(decay_steps(g1, bias, rate, buffers.unit.index(1), GATE, SAFE))
+    c0, total0 = steps.running_sums(decay_steps(g0, bias, rate, buffers.unit.index(0), GATE, SAFE))
+    c1, total1 = steps.running_sums(decay_steps(g1, bias, rate, buffers.unit.index(1), GATE, SAFE))
     return c0, c1, gl.join(total0, total1).permute((2, 0, 1))
 
 
@@ -715,7 +706,7 @@ def prepare_kernel(
     # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
-        bias = load_bias(dt_bias, head, K)
+        bias = steps.load_bias(dt_bias, head, K)
     batch, start, count, begin = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, not SAFE)
     if count <= 0:
         return
@@ -745,9 +736,9 @@ def prepare_kernel(
         copy_pair(g_s, g, g_token, count, g + g_token * 256, g_token, count - 32)
     else:
         g_s = reinterpret(buffers.right0, gl.float32, [KH * 32, 64], PLAIN)
-        copy_tokens(g_s, g, g_token, count, 32)
+        steps.copy_tokens(g_s, g, g_token, count, 32)
         g_s = reinterpret(buffers.right1, gl.float32, [KH * 32, 64], PLAIN)
-        copy_tokens(g_s, g + g_token * 256, g_token, count - 32, 32)
+        steps.copy_tokens(g_s, g + g_token * 256, g_token, count - 32, 32)
     async_copy.commit_group()
     copy_pair(buffers.pair0, k, k_token, count, q, q_token, count)
     copy_pair(buffers.pair1, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32)
@@ -842,12 +833,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
         **dict(FLAGS=FLAGS, COSTS=tuple(vars(SPLIT_COSTS).values())),
         OVERLAPS=plan is not None or overlaps_prepare(call),
     )
-    return Launch(
-        prepare_kernel,
-        ctas + (plan is not None),
-        *bind_div8(prepare_kernel, problem, call.t, own),
-        num_warps=4,
-        # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
-        max_registers=168 if problem.safe_gate or problem.K == 128 else None,
-        rows=rows,
-    )
+    ctas += plan is not None
+    # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
+    most = 168 if problem.safe_gate or problem.K == 128 else None
+    return launch_div8(prepare_kernel, ctas, problem, call.t, own, max_registers=most, rows=rows)

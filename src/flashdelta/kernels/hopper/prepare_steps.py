@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...program.launch import Launch
 from ..shared.gates import LOG2E, decay_rate
+from ..shared.gluon import steps
 from ..shared.gluon.compat import barrier, reinterpret, store_tile
 from ..shared.gluon.math import (
     LOWEST,
@@ -55,27 +56,9 @@ from ..shared.gluon.math import (
     wide,
     widen,
 )
-from ..shared.gluon.steps import (
-    ACC_HALF,
-    FLAT,
-    GRAM,
-    PLAIN,
-    SQUARE,
-    STEP,
-    STEPS_GRAM,
-    TILE,
-    block_inverses,
-    copy_tokens,
-    decay_sums,
-    load_bias,
-    pair_norm_factors,
-    part,
-    part_layout,
-    row_values,
-    step_inverses,
-)
+from ..shared.gluon.steps import ACC_HALF, FLAT, GRAM, PLAIN, SQUARE, STEP, STEPS_GRAM, TILE
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall, bind_div8
+from ..stages.launch import StageCall, launch_div8
 from .device.layouts import ACC, beside
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
 from .launch import FLAGS, parts, tiles
@@ -105,20 +88,20 @@ def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIE
     a = exp2(d)
     if QUERIES_FIRST:
         decayed_queries(queries, norm_q_s, a, i)
-    kn = widen(part(keys, i).load(layout)) * row_values(norm_k_s, i, KH)
+    kn = widen(steps.part(keys, i).load(layout)) * steps.row_values(norm_k_s, i, KH)
     if not QUERIES_FIRST:
-        part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
-    part(keys, i).store((kn * a).to(gl.bfloat16))
+        steps.part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
+    steps.part(keys, i).store((kn * a).to(gl.bfloat16))
     if QUERIES_FIRST:
-        part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
+        steps.part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
     else:
         decayed_queries(queries, norm_q_s, a, i)
 
 
 @gluon.jit
 def decayed_queries(queries, norm_q_s, a, i: gl.constexpr):
-    qn = widen(part(queries, i).load(a.type.layout)) * row_values(norm_q_s, i, a.shape[0])
-    part(queries, i).store((qn * a).to(gl.bfloat16))
+    qn = widen(steps.part(queries, i).load(a.type.layout)) * steps.row_values(norm_q_s, i, a.shape[0])
+    steps.part(queries, i).store((qn * a).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -335,9 +318,9 @@ def start_copies(rows, tokens, count, keys, queries, right, SAFE):
     # volatile: else the compiler moves it behind the copies, where it queues
     betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
     g_s = reinterpret(right, gl.bfloat16, right.shape, PLAIN if SAFE else TILE)
-    copy_tokens(g_s, g, g_token, count, 64)
-    copy_tokens(keys, k, k_token, count, 64)
-    copy_tokens(queries, q, q_token, count, 64)
+    steps.copy_tokens(g_s, g, g_token, count, 64)
+    steps.copy_tokens(keys, k, k_token, count, 64)
+    steps.copy_tokens(queries, q, q_token, count, 64)
     async_copy.commit_group()
     return betas, g_s
 
@@ -346,10 +329,12 @@ def start_copies(rows, tokens, count, keys, queries, right, SAFE):
 def store_norms(keys, queries, norm_k_s, norm_q_s, scale):
     KH: gl.constexpr = keys.shape[0] // 64
     norm_k_s.reshape([4, 16]).store(
-        pair_norm_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+        steps.pair_norm_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
     )
     norm_q_s.reshape([4, 16]).store(
-        pair_norm_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+        steps.pair_norm_factors(
+            reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True
+        )
         * scale
     )
 
@@ -390,7 +375,7 @@ def weigh_keys(X, Aqk, keys, X_s, beta_s, place, row, zero):
     """Stores `inverse | Aqk` in the first rows of `place`, which it returns, and -w in place of the keys, from
     `block_inverses`."""
     X_s.reshape([4, 16, 32]).store(X)
-    X_left, X_right = step_inverses(X_s)
+    X_left, X_right = steps.step_inverses(X_s)
     columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
     # of each step
     beta_first = beta_s.slice(0, 32).load(columns)[None, :]
@@ -483,7 +468,7 @@ def prepare_steps_kernel(
     -w [64, K]               in the keys' place                 * -w
     """
     KH: gl.constexpr = K // 64
-    LAYOUT: gl.constexpr = part_layout(KH)
+    LAYOUT: gl.constexpr = steps.part_layout(KH)
     # as in `prepare`
     head, slot, tile = last_chunks_first(HV, not SAFE)
     if tile == 0:
@@ -493,7 +478,7 @@ def prepare_steps_kernel(
     # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
-        bias = load_bias(dt_bias, head, K)
+        bias = steps.load_bias(dt_bias, head, K)
     batch, start, count, begin = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
@@ -557,9 +542,9 @@ def prepare_steps_kernel(
     store_norms(keys, queries, norm_k_s, norm_q_s, scale)
     if SAFE:
         fits: gl.constexpr = True
-        before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
+        before, middle = steps.decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
         if KH == 2:
-            after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
+            after, rest = steps.decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
     else:
         if GATE == "none" or KH == 1:
             # with the branch 8 or 16 B are spilled
@@ -568,10 +553,10 @@ def prepare_steps_kernel(
             likely = may_fit(bias_s, rate) if GATE == "softplus" and dt_bias is not None else start >= 0
         fits = likely
         if likely:
-            before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, False)
+            before, middle = steps.decay_sums(g_s, biases, rate, unit_s, 0, GATE, False)
             inside = middle >= LOWEST_HALF
             if KH == 2:
-                after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, False)
+                after, rest = steps.decay_sums(g_s, biases, rate, unit_s, 1, GATE, False)
                 inside = inside & (rest >= LOWEST_HALF)
             # whether no half of a step decays by more than a float32 holds; a NaN does
             far = gl.where(inside, 0, 1)
@@ -630,7 +615,7 @@ def prepare_steps_kernel(
     if not SAFE:
         zero = gl.zeros((64, 64), gl.float32, layout=ACC)
 
-    X = block_inverses(minus_A, blocks_s)
+    X = steps.block_inverses(minus_A, blocks_s)
     # the queries and the right operands have left
     tma.store_wait(0)
     barrier()
@@ -654,12 +639,6 @@ def prepare_steps(call: StageCall) -> Launch:
         **dict(tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS),
         parts=parts(problem, call.t.device) if "forgets" in call.workspace else None,
     )
-    return Launch(
-        prepare_steps_kernel,
-        ctas,
-        *bind_div8(prepare_steps_kernel, problem, call.t, own),
-        num_warps=4,
-        # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
-        max_registers=96 if problem.K == 64 and problem.safe_gate else 128,
-        rows=rows,
-    )
+    # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
+    most = 96 if problem.K == 64 and problem.safe_gate else 128
+    return launch_div8(prepare_steps_kernel, ctas, problem, call.t, own, max_registers=most, rows=rows)

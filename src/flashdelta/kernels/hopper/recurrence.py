@@ -28,7 +28,7 @@ from ..shared.gluon.steps import ACC_HALF, ROWS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import crossing_packet
 from ..shared.states import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
-from ..stages.launch import StageCall, bind_div8, checkpoint_arguments, packet_arguments, state_arguments
+from ..stages.launch import StageCall, checkpoint_arguments, launch_div8, packet_arguments, state_arguments
 from .device.layouts import (
     ACC,
     BV,
@@ -538,14 +538,10 @@ def recurrence_kernel(
     for_next = (border, packet)
     states = (initial_state, final_state, state_pitch, has_initial, has_final, pool, at_checkpoints, for_next)
     starting = (carry, semaphores, starts)
-    gl.warp_specialize(
-        [
-            (compute, (ring, info, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
-            (load, (tiles_d, decay, v, ring, info, scheduler, target, in_v, K, STEPS, OUTPUT)),
-        ],
-        [1],
-        [96],
-    )
+    gl.warp_specialize([
+        (compute, (ring, info, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
+        (load, (tiles_d, decay, v, ring, info, scheduler, target, in_v, K, STEPS, OUTPUT)),
+    ], [1], [96])  # fmt: skip
 
 
 FULL_WAVE = 0.9
@@ -588,10 +584,5 @@ def recurrence(
         STREAM_K=not call.may_split and stream_k_pays(problem, most),
         **dict(parts=at_once if "forgets" in call.workspace else None, STEPS=steps, OVERLAPS=overlaps),
     )
-    return Launch(
-        recurrence_kernel,
-        most if call.may_split and problem.N > 0 else min(work_tiles(problem) * at_once, most),
-        *bind_div8(recurrence_kernel, problem, t, own),
-        num_warps=4,
-        overlaps=overlaps,
-    )
+    used = most if call.may_split and problem.N > 0 else min(work_tiles(problem) * at_once, most)
+    return launch_div8(recurrence_kernel, used, problem, t, own, overlaps=overlaps)

@@ -28,7 +28,7 @@ from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.segments import chunks_of, planned_parts, states_fit
 from ..shared.sequences import span_count
 from ..shared.states import sequence_slot, state_offsets
-from ..stages.launch import StageCall, bind_div8, segment_layout, state_arguments
+from ..stages.launch import StageCall, launch_div8, segment_layout, state_arguments
 from ..stages.segments import compose, transition_arguments
 from .device.layouts import ACC, BV, LEFT, LINES, C, as_left, from_lines, load_halves, loader_offsets, store_halves
 from .device.pipeline import make_ring
@@ -54,17 +54,8 @@ def plan_segments(
         n = base + lane
         chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C)
         segments = planned_parts(
-            chunks,
-            total,
-            room,
-            split,
-            batch_invariant,
-            COSTS[0],
-            COSTS[1],
-            COSTS[2],
-            COSTS[3],
-            COSTS[4],
-            COSTS[5],
+            *(chunks, total, room, split, batch_invariant),
+            *(COSTS[0], COSTS[1], COSTS[2], COSTS[3], COSTS[4], COSTS[5]),
         )
         segments = gl.where(n < N, gl.where(fits, segments, 1), 0)
         ends = before + gl.associative_scan(segments, 0, add)
@@ -265,8 +256,7 @@ def transitions_kernel(
     border, cu_seqlens, checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state,
     lowest: gl.int32, pool_slots: gl.int32, has_initial: gl.int32, has_final: gl.int32, state_pitch: gl.int64,
     T: gl.int32, N: gl.int32, HV: gl.int32, slots: gl.int32, checkpoints: gl.int32,
-    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32,
-    transition_pitch: gl.int32, offset_pitch: gl.int32,
+    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, transition_pitch: gl.int32, offset_pitch: gl.int32,
     K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
@@ -279,14 +269,10 @@ def transitions_kernel(
     pool = (state_indices, has_initial_state, lowest, pool_slots)
     states = (initial_state, state_pitch, has_initial, has_final, pool)
     results = (transitions, offsets, transition_pitch, offset_pitch)
-    gl.warp_specialize(
-        [
-            (compute, (ring, results, states, scheduler, border, K, V, V_FIRST, STEPS)),
-            (load, ((tiles_d, decay, v), ring, scheduler, border, in_v, K, STEPS)),
-        ],
-        [1],
-        [96],
-    )
+    gl.warp_specialize([
+        (compute, (ring, results, states, scheduler, border, K, V, V_FIRST, STEPS)),
+        (load, ((tiles_d, decay, v), ring, scheduler, border, in_v, K, STEPS)),
+    ], [1], [96])  # fmt: skip
 
 
 SPLIT_COSTS = SplitCosts(step=98, transition=57, compose=230, fixed=850)
@@ -314,34 +300,24 @@ def split_layout(problem: ChunkProblem, device: torch.device, steps: bool = Fals
     return found
 
 
-def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
-    where = call.left("transitions", "offsets", "forgets", "first_segment")
-    return _transitions(call, where, final_state, steps=False)
-
-
 def outgoing(call: StageCall, packet: Tensor, steps: bool = False) -> Launch:
     """Transitions of the sequences that go on to the next rank (`stages/merge.py`). `steps`: after `prepare_steps`."""
     where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], forgets=None, first_segment=None)
-    return _transitions(call, where, None, steps)
+    return transitions(call, where, steps)
 
 
-def _transitions(call: StageCall, where: dict[str, Any], final_state: Tensor | None, steps: bool) -> Launch:
+def transitions(call: StageCall, where: dict[str, Any], steps: bool = False) -> Launch:
     problem, t = call.problem, call.t
     own = dict(
         **dict(tiles_d=tiles(call.workspace["tiles"]), decay=call.workspace["decay"], STEPS=steps),
-        **transition_arguments(t, where),
-        **state_arguments(problem, t, final_state),
+        **dict(transition_arguments(t, where) | state_arguments(problem, t, None)),
         STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0, decays=4 if steps else 1),
     )
-    return Launch(
-        transitions_kernel,
-        ctas((problem.K + problem.V) // TILE, t.device),
-        *bind_div8(transitions_kernel, problem, t, own),
-        num_warps=4,
-        overlaps=True,
-    )
+    used = ctas((problem.K + problem.V) // TILE, t.device)
+    return launch_div8(transitions_kernel, used, problem, t, own, overlaps=True)
 
 
-def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
+def before_segments(call: StageCall) -> list[Launch]:
     """Finds the states before the segments. `prepare` forms the plan."""
-    return [transitions(call, final_state), compose(call, final_state)] if call.forms_segments else []
+    where = call.left("transitions", "offsets", "forgets", "first_segment")
+    return [transitions(call, where), compose(call)] if call.forms_segments else []

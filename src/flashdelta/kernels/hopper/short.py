@@ -15,29 +15,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from ...program.launch import Launch
 from ...program.plan import Outputs, Step
 from ..shared.gates import decay_rate
+from ..shared.gluon import steps
 from ..shared.gluon.compat import barrier, reinterpret
 from ..shared.gluon.math import beta_value, exp2, gate_bias, gate_unit, token_offset, wide
-from ..shared.gluon.steps import (
-    ACC_HALF,
-    FLAT,
-    ROWS,
-    SQUARE,
-    STEP,
-    TILE,
-    block_inverses,
-    copy_tokens,
-    decay_sums,
-    load_bias,
-    part_layout,
-)
+from ..shared.gluon.steps import ACC_HALF, FLAT, ROWS, SQUARE, STEP, TILE
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import own_work_tile
 from ..shared.states import sequence_slot
 from ..stages.backward_pass import StageSet
-from ..stages.launch import bind_div8, state_arguments
+from ..stages.launch import launch_div8, state_arguments
 from .device.layouts import ACC, BV, LEFT, C, as_left, beside, store_transposed
 from .device.wgmma import mma, mma_first
 from .prepare_steps import decayed_parts, masked_pairs, products, start_copies, store_norms, weigh_keys
@@ -49,9 +37,9 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
     keys, queries, right, place, decay = chunk
     biases = 0.0
     if dt_bias is not None:
-        bias = load_bias(dt_bias, head, 128)
+        bias = steps.load_bias(dt_bias, head, 128)
     betas, g_s = start_copies(rows, tokens, count, keys, queries, right, True)
-    copy_tokens(v_s, v, v_token, count, 64)
+    steps.copy_tokens(v_s, v, v_token, count, 64)
     async_copy.commit_group()
 
     norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -66,12 +54,12 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
         # where decays will be: there is room for three CTAs, and no more
         bias_s = reinterpret(decay, gl.float32, [128], FLAT)
         bias_s.store(gate_bias(bias, rate, GATE))
-        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, part_layout(2))))
+        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, steps.part_layout(2))))
         biases = bias_s.reshape([2, 64]).load(columns_l)[:, None, None, None, :]
     async_copy.wait_group(1)
     store_norms(keys, queries, norm_k_s, norm_q_s, scale)
-    before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
-    after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
+    before, middle = steps.decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
+    after, rest = steps.decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
     # `[half, step, part, channel]`
     decay = decay.reshape([2, 2, 2, 64]).permute((2, 0, 1, 3))
     decay.slice(0, 1, 2).store(exp2(middle))
@@ -81,7 +69,7 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
     A, Aqk = products(keys, queries, right, zero)
     # anew: there are no registers for it before
     minus_A, Aqk = masked_pairs(A, Aqk, beta_s.load(gl.SliceLayout(1, ACC_HALF)), row[:, None])
-    X = block_inverses(minus_A, reinterpret(place, gl.float32, [64, 16], SQUARE))
+    X = steps.block_inverses(minus_A, reinterpret(place, gl.float32, [64, 16], SQUARE))
     async_copy.wait_group(0)
     weigh_keys(X, Aqk, keys, reinterpret(place, gl.float32, [64, 32], STEP), beta_s, place, row[:, None], zero)
 
@@ -268,11 +256,7 @@ def short(stages: StageSet, outputs: Outputs, own: Tensor | None = None) -> list
     """The launch of a forward, as `StageSet.forward`. A state between chunks has room of each CTA's own."""
     problem, t = stages.problem, stages.t
     states = (problem.N * problem.HV * problem.K * problem.V,)
-    given = dict(
-        o=outputs["o"] if own is None else own,
-        carry=t.memory.new(states, torch.float32),
-        **state_arguments(problem, t, outputs.get("final_state")),
-    )
-    arguments = bind_div8(short_kernel, problem, t, given)
+    given = dict(o=outputs["o"] if own is None else own, carry=t.memory.new(states, torch.float32))
+    given |= state_arguments(problem, t, outputs.get("final_state"))
     # three CTAs on an SM
-    return [Launch(short_kernel, problem.N * problem.HV, *arguments, num_warps=4, max_registers=168)]
+    return [launch_div8(short_kernel, problem.N * problem.HV, problem, t, given, max_registers=168)]

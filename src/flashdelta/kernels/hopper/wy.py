@@ -12,7 +12,6 @@ results through the places that are needed last: otherwise all CTAs would wait f
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -23,15 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
 
-from ...problem.problem import ChunkProblem, ChunkTensors, Tensors, WyProblem, WyTensors
+from ...problem.problem import ChunkProblem, ChunkTensors, WyProblem, WyTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import LOG2E, decay_rate
 from ..shared.gluon.compat import barrier, reinterpret
 from ..shared.gluon.math import beta_value, decay_bias, exp2, norm_factors, reciprocal, token_offset, wide
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import AXES, bind_div8, chunks, stride_div8
-from ..stages.wy import Parts, WyOperands, wy_results
+from ..stages.launch import AXES, StageCall, chunks, launch_div8, stride_div8
+from ..stages.wy import wy_operands, wy_results
 from .device.layouts import C, copy_rows, half_rows, row_column, row_partials, store_rows
 from .device.pipeline import make_channel, next_phase
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
@@ -386,30 +385,21 @@ def wy_kernel(
         tma.store_wait(0)
 
 
-def _wy(problem: ChunkProblem, t: Tensors, x: WyOperands, own: dict[str, Any]) -> Launch:
+def wy_launch(problem: ChunkProblem, t: ChunkTensors | WyTensors, own: dict[str, Any]) -> Launch:
     tiles, sms = chunks(problem), sm_count(t.device)
+    rows = dict(q=t.q, k=t.k, g=t.g, v=t.v, o=own["o"], beta=t.beta)
     # at fixed lengths the TMA unit can fetch all operands, but none that repeats; tensor descriptors take the host longer
     fits = not problem.packed and problem.K == problem.V == 128
-    persistent = fits and tiles > sms and all(0 not in y.stride() for y in (x.q, x.k, x.g, x.v, x.do))
-    # strides are those of the tensors themselves
-    own = dict(**own, **strides_of(x), g_d=None, tile_count=tiles, PERSISTENT=persistent)
+    persistent = fits and tiles > sms and all(0 not in rows[name].stride() for name in "qkgvo")
+    # strides are those of the tensors themselves, also where tensor descriptors take their places
+    strides = {f"{name}_{axis}": stride_div8(name, x, i) for name, x in rows.items() for axis, i in AXES.items()}
+    own = dict(own, **strides, g_d=None, tile_count=tiles, PERSISTENT=persistent)
     if persistent:
-        own |= {name: by_token(own[name]) for name in ("grad_q", "grad_k", "grad_G")} | {"g_d": by_token(x.g)}
-        x = described(x)
-    ctas = sms if persistent else tiles
-    return Launch(wy_kernel, ctas, *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}), num_warps=8)
-
-
-def strides_of(x: WyOperands) -> dict[str, int]:
-    """Strides of the rows, under the kernel's names, also where tensor descriptors take the tensors' places."""
-    rows = dict(q=x.q, k=x.k, g=x.g, v=x.v, o=x.do, beta=x.beta)
-    return {f"{name}_{axis}": stride_div8(name, y, i) for name, y in rows.items() for axis, i in AXES.items()}
-
-
-def described(x: WyOperands) -> WyOperands:
-    """Puts tensor descriptors in place of what `wy` copies whole tiles of. It also reads single rows of `g`."""
-    rows = {name: by_token(getattr(x, name)) for name in ("q", "k", "v", "Akk_inv", "v_new", "do", "dv")}
-    return replace(x, **rows, h=by_state(x.h), dh=by_state(x.dh))
+        # of what is copied in whole tiles; single rows of `g` are read, too
+        own |= {name: by_token(rows[name]) for name in "qkv"} | {"g_d": by_token(t.g)}
+        names = ("Akk_inv", "v_new", "grad_o", "grad_v_new", "grad_q", "grad_k", "grad_G")
+        own |= {name: by_token(own[name]) for name in names} | {name: by_state(own[name]) for name in ("h", "grad_h")}
+    return launch_div8(wy_kernel, sms if persistent else tiles, problem, t, own, num_warps=8)
 
 
 def by_token(x: Tensor) -> TensorDescriptor:
@@ -422,11 +412,11 @@ def by_state(x: Tensor) -> TensorDescriptor:
     return describe(x.flatten(0, -4), (1, 1, *x.shape[-2:]))
 
 
-def wy(problem: ChunkProblem, t: ChunkTensors, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
-    return _wy(problem, t, x, dict(parts.arguments(), grad_v=grad_v, rows=problem.slots, V_FIRST=True))
+def wy(call: StageCall, own: dict[str, Any]) -> Launch:
+    return wy_launch(call.problem, call.t, dict(own, rows=call.problem.slots, V_FIRST=True))
 
 
 def wy_dqkg(problem: WyProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
-    own = dict(wy_results(outputs), SAFE=False, BETA="value", L2NORM=False)
-    return [_wy(problem, t, WyOperands.of(t), own)]
+    own = wy_operands(t, t.A, t.h, t.v_new, t.dh, t.dv) | wy_results(outputs)
+    return [wy_launch(problem, t, dict(own, SAFE=False, BETA="value", L2NORM=False))]

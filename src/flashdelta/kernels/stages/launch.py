@@ -154,9 +154,11 @@ def stride_div8(name: str, x: Tensor, axis: int) -> int:
     return stride if name == "beta" else stride // 8
 
 
-def bind_div8(kernel: JITFunction, problem: Problem, t: Tensors, own: Own) -> tuple[tuple, dict]:
-    """`bind`, with strides as the kernels over chunks take them."""
-    return bind(kernel, problem, t, own, stride_div8)
+def launch_div8(
+    kernel: JITFunction, ctas: int, problem: Problem, t: Tensors, own: Own, num_warps: int = 4, **options: Any
+) -> Launch:
+    """A launch with the arguments that `bind` finds, strides as Hopper's kernels over chunks take them."""
+    return Launch(kernel, ctas, *bind(kernel, problem, t, own, stride_div8), num_warps, **options)
 
 
 def launch(

@@ -109,13 +109,13 @@ def compose_config(problem: ChunkProblem, capability: int) -> Config:
     return Config(BV=min(16, problem.V), BK=problem.K, num_warps=8, STAGES=stages)
 
 
-def compose(call: StageCall, final_state: Tensor | None, backward: bool = False) -> Launch:
+def compose(call: StageCall, backward: bool = False) -> Launch:
     """Finds the states before all segments; with `backward` the gradients of those after them, in their place, from
     `call.t.initial_state`."""
     problem, t = call.problem, call.t
     c = compose_config(problem, call.arch)
     segments = call.left("transitions", "offsets", "starts", "forgets", "first_segment")
-    own = dict(**segments, **state_arguments(problem, t, final_state), BACKWARD=int(backward))
+    own = dict(**segments, **state_arguments(problem, t, None), BACKWARD=int(backward))
     ctas = problem.N * problem.HV * (problem.V // c.BV)
     return launch(compose_kernel, ctas, problem, t, own, c, overlaps=call.arch >= 90)
 

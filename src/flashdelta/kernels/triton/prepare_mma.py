@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.gates import decay_rate
+from ..shared.gluon import steps
 from ..shared.gluon.compat import reinterpret
 from ..shared.gluon.math import (
     beta_value,
@@ -29,29 +30,11 @@ from ..shared.gluon.math import (
     split_high_low,
     widen,
 )
-from ..shared.gluon.steps import (
-    ACC_HALF,
-    FLAT,
-    PLAIN,
-    ROWS,
-    SQUARE,
-    STEP,
-    STEPS_GRAM,
-    TILE,
-    block_inverses,
-    copy_tokens,
-    decay_sums,
-    load_bias,
-    pair_norm_factors,
-    part,
-    part_layout,
-    row_values,
-    step_inverses,
-)
+from ..shared.gluon.steps import ACC_HALF, FLAT, PLAIN, ROWS, SQUARE, STEP, STEPS_GRAM, TILE
 from ..shared.mma import two_parts
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import own_chunk
-from ..stages.launch import StageCall, aligned, bind_div8, chunks
+from ..stages.launch import StageCall, aligned, chunks, launch_div8
 
 QUARTERS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2], instr_shape=[16, 8]))
 """Accumulators of the rows of a step, 16 of half the columns a warp."""
@@ -147,7 +130,7 @@ def prepare_mma_kernel(
     w [64, K]                                                   * w
     """
     KH: gl.constexpr = K // 64
-    LAYOUT: gl.constexpr = part_layout(KH)
+    LAYOUT: gl.constexpr = steps.part_layout(KH)
     head, slot, batch, start, count = own_chunk(
         gl.program_id(0), cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, N, T, HV, 64
     )
@@ -175,12 +158,12 @@ def prepare_mma_kernel(
     # volatile: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
-        bias = load_bias(dt_bias, head, K)
+        bias = steps.load_bias(dt_bias, head, K)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
-    copy_tokens(g_s, g, g_token, count, 64)
-    copy_tokens(keys, k, k_token, count, 64)
-    copy_tokens(queries, q, q_token, count, 64)
+    steps.copy_tokens(g_s, g, g_token, count, 64)
+    steps.copy_tokens(keys, k, k_token, count, 64)
+    steps.copy_tokens(queries, q, q_token, count, 64)
     async_copy.commit_group()
 
     betas = gl.where(row < count, beta_value(betas, BETA), 0.0)
@@ -196,15 +179,15 @@ def prepare_mma_kernel(
     async_copy.wait_group(0)
     keys3 = reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE)
     queries3 = reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE)
-    norm_k_s.reshape([4, 16]).store(pair_norm_factors(keys3, 1.0, True, L2NORM))
-    norm_q_s.reshape([4, 16]).store(pair_norm_factors(queries3, 1.0, True, L2NORM) * scale)
+    norm_k_s.reshape([4, 16]).store(steps.pair_norm_factors(keys3, 1.0, True, L2NORM))
+    norm_q_s.reshape([4, 16]).store(steps.pair_norm_factors(queries3, 1.0, True, L2NORM) * scale)
 
     # sums of log decays in each half of a step, and their totals
     totals = totals_s.reshape([KH, 2, 2, 64])
-    before, total = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
+    before, total = steps.decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
     totals.slice(0, 2 // KH, 2).store(total)
     if KH == 2:
-        after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
+        after, rest = steps.decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
         totals.slice(1, 1, 2).store(rest)
     total_l: gl.constexpr = gl.SliceLayout(3, LAYOUT)
     total_0 = totals.slice(0, 1, 1).slice(0, 1, 2).load(total_l)
@@ -237,15 +220,15 @@ def prepare_mma_kernel(
             sixteen = gl.arange(0, 2, layout=sixteen_l)[None, None, :, None]
             d = before - gl.where(sixteen == 0, total, 0.0)[:, :, :, None, :]
         a = exp2(d)
-        kn = widen(part(keys, i).load(LAYOUT)) * row_values(norm_k_s, i, KH)
+        kn = widen(steps.part(keys, i).load(LAYOUT)) * steps.row_values(norm_k_s, i, KH)
         kb = kn * exp2_negative(d)
-        part(keys, i).store(round_pairs(kn * a))
-        part(near, i).store(round_pairs(kb))
+        steps.part(keys, i).store(round_pairs(kn * a))
+        steps.part(near, i).store(round_pairs(kb))
         kb = kb * onward * onward
-        part(right, i).store(round_pairs(kb))
+        steps.part(right, i).store(round_pairs(kb))
         store_part(kg + chunk * (64 * K), round_pairs(kb * last), i)
-        qa = widen(part(queries, i).load(LAYOUT)) * row_values(norm_q_s, i, KH) * a
-        part(queries, i).store(round_pairs(qa))
+        qa = widen(steps.part(queries, i).load(LAYOUT)) * steps.row_values(norm_q_s, i, KH) * a
+        steps.part(queries, i).store(round_pairs(qa))
         store_part(qg + chunk * (64 * K), round_pairs(qa * until), i)
 
     right3 = reinterpret(right, gl.bfloat16, [KH, 64, 64], TILE)
@@ -274,8 +257,8 @@ def prepare_mma_kernel(
 
     blocks_s = gl.allocate_shared_memory(gl.float32, [64, 16], SQUARE)
     X_s = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
-    X_s.reshape([4, 16, 32]).store(block_inverses(minus_A, blocks_s))
-    left, upper = step_inverses(X_s)
+    X_s.reshape([4, 16, 32]).store(steps.block_inverses(minus_A, blocks_s))
+    left, upper = steps.step_inverses(X_s)
     X = gl.convert_layout(gl.join(left, upper).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
     inverses = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
     below = gl.allocate_shared_memory(gl.float32, [32, 32], STEP)
@@ -327,5 +310,4 @@ def by_mma(problem: ChunkProblem, t: ChunkTensors) -> bool:
 
 def prepare_mma(call: StageCall, Akk_inv: Tensor | None) -> Launch:
     own = dict(call.left("w", "qg", "kg", "Aqk", "decay"), inverse=call.workspace["Akk_inv"], Akk_inv=Akk_inv)
-    bound = bind_div8(prepare_mma_kernel, call.problem, call.t, own)
-    return Launch(prepare_mma_kernel, chunks(call.problem), *bound, num_warps=4, max_registers=168)
+    return launch_div8(prepare_mma_kernel, chunks(call.problem), call.problem, call.t, own, max_registers=168)
