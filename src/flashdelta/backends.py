@@ -49,6 +49,7 @@ class Backend(Protocol):
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """The reason why this backend can't run the call, or None."""
+        return None
 
     def _common_obstacle(self, problem: Problem) -> str | None:
         """The obstacle for kernels that know some gates, and merge the states of other ranks in one piece."""
@@ -277,9 +278,6 @@ class ReferenceBackend(Backend):
     name = "reference"
     summary = "exact PyTorch, any device, differentiable"
     plain = True
-
-    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        return None
 
     def build(self, problem: Problem, t: Tensors) -> Executable:
         from .reference import build

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
 from ..problem.switches import is_on
-from .engine import KERNEL, Arguments, Engine, first_rows, runs, take, warm_up
+from ..runtime.explain import supports
+from .engine import KERNEL, Arguments, Engine, first_rows, take, warm_up
 from .seams import Adapter, Patch, TensorProxy, real
 
 Original = Callable[..., Any]
@@ -229,8 +230,7 @@ def k3_prefill(call: Arguments) -> Tensor | None:
     marks: Arguments = {}
     if offsets is not None:
         # one state per sequence, in a buffer of its own, from which vLLM stores it
-        rows = first_rows(offsets.shape[0], offsets.device)
-        marks = {"checkpoint_offsets": offsets, "checkpoint_indices": rows}
+        marks = {"checkpoint_offsets": offsets, "checkpoint_indices": first_rows(offsets.shape[0], offsets.device)}
         marks["checkpoint_states"] = call.get("checkpoint_state")
     o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
     if offsets is not None:
@@ -281,7 +281,7 @@ def takes(call: Arguments, spec: int) -> bool:
     H, K, W = (call[name] for name in ("num_heads", "head_dim", "conv_width"))
     dtypes = tuple(call[f"{name}_dtype"] for name in ("input", "conv_state", "recurrent_state"))
     with torch.inference_mode():
-        ours = runs(fused_kda_decode, null_step(H, K, W, dtypes, spec, -5.0, device))
+        ours = supports(fused_kda_decode, **null_step(H, K, W, dtypes, spec, -5.0, device), backend=KERNEL).ok
     if ours:
         _fused.add((H, K, W, *dtypes, spec))
     return ours
@@ -470,8 +470,7 @@ def built(original: Original, call: Arguments) -> None:
     original(**call)
     layer, bound = call["self"], call["self"].gate_lower_bound
     marks = {"checkpoint_states": (False, True)} if getattr(layer, "_checkpoint_exporter", None) is not None else {}
-    gate = {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}
-    warm(call, gate, layer.num_spec, marks)
+    warm(call, {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}, layer.num_spec, marks)
 
 
 MANY = 257

@@ -231,8 +231,7 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator | None
     """A token `[B]` for every row of `logits [B, len(VOCABULARY)]`."""
     if temperature == 0:
         return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    return torch.multinomial(torch.softmax(logits.float() / temperature, dim=-1), 1, generator=generator)[:, 0]
 
 
 def save_model(model: KdaLanguageModel, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -245,9 +244,8 @@ def save_model(model: KdaLanguageModel, path: str | Path, dtype: torch.dtype = t
     from safetensors.torch import save_file
 
     rule("dtype", isinstance(dtype, torch.dtype) and dtype.is_floating_point, "a dtype of floats", dtype)
-    exact = ("A_log", "dt_bias")
     weights = {
-        name: (x if name.endswith(exact) else x.to(dtype)).detach().cpu().contiguous()
+        name: (x if name.endswith(("A_log", "dt_bias")) else x.to(dtype)).detach().cpu().contiguous()
         for name, x in model.state_dict().items()
     }
     try:
@@ -294,10 +292,6 @@ def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelCon
     rule("path", _CONFIG_KEY in metadata, SAVED, f"{str(path)!r} without a model's shape")
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
-    rule(
-        "path",
-        values.keys() == names,
-        f"a model with the fields {sorted(names)}",
-        f"one with the fields {sorted(values)}",
-    )
+    wanted = f"a model with the fields {sorted(names)}"
+    rule("path", values.keys() == names, wanted, f"one with the fields {sorted(values)}")
     return LanguageModelConfig(**values)

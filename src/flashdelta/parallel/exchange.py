@@ -271,8 +271,7 @@ class SharedMemory:
             at, end = begin + self.rank * nbytes, begin + self.ranks * nbytes
             here = self.buffers[self.rank]
             with torch.inference_mode(False):
-                own = [x[at : at + nbytes] for x in self.buffers]
-                place = _Place(own, here[begin:at], here[at + nbytes : end])
+                place = _Place([x[at : at + nbytes] for x in self.buffers], here[begin:at], here[at + nbytes : end])
             if len(self.places) >= MOST_PLACES:
                 self.places.clear()
             self.places[nbytes, begin] = place

@@ -16,7 +16,7 @@ from ..problem.arguments import (
     refuse_changed_offsets,
     refuse_transforms,
 )
-from ..problem.errors import wrong
+from ..problem.errors import rule, wrong
 from .border import HALO
 from .checks import broadcast_errors, check_on_all_ranks
 from .context import ContextParallel, context_of
@@ -61,8 +61,7 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     of_rows = is_group(context) or context is torch.distributed.GroupMember.NON_GROUP_MEMBER
     given = (None, context) if of_rows else (context, None)
     c = context_of(*given, x.device, "context", "context")
-    if not c.knows_halo:
-        raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
+    rule("context", c.knows_halo, "FLA's with the number of tokens on earlier ranks", "one without pre_num_conv_tokens")
     c.check_tokens(x)
     if c.cu_seqlens is None and x.shape[1] < width:
         raise wrong("x", f"{x.shape[1]} tokens", f"of at least width = {width} tokens on every rank")

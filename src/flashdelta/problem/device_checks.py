@@ -128,8 +128,7 @@ def _check_lengths(problem: PoolProblem, found: Found, on_host: object) -> list[
     if isinstance(on_host, Tensor) and on_host.tolist() != offsets:
         raise wrong("cu_seqlens_cpu", on_host.tolist()[:8], f"equal to cu_seqlens {offsets[:8]}")
     lengths = [b - a for a, b in itertools.pairwise(offsets)]
-    most = max(lengths, default=0)
-    limit = problem.most_tokens
+    most, limit = max(lengths, default=0), problem.most_tokens
     rule("cu_seqlens", most <= limit, f"of at most {limit} tokens per sequence", f"a sequence of {most}")
     if isinstance(problem, WyProblem):
         chunks = sum(-(-length // problem.chunk_size) for length in lengths)
@@ -193,16 +192,10 @@ def _check_checkpoints(problem: SequenceProblem, found: Found, lengths: list[int
         for offset, slot in zip(found["checkpoint_offsets"][n].tolist(), found["checkpoint_indices"][n].tolist()):
             if offset == 0:
                 continue
-            if offset % multiple != 0 and offset != length:  # where the sequence ends nothing is cut
-                wanted = f"multiples of {multiple}"
-            elif offset <= before:
-                wanted = "positive, strictly increasing offsets per sequence"
-            elif offset > length:
-                wanted = f"at most the sequence's {length} tokens"
-            else:
-                wanted = ""
-            if wanted:
-                got = f"{before} then {offset}" if before else offset
-                raise wrong("checkpoint_offsets", f"{got} for sequence {n}", wanted)
+            name, got = "checkpoint_offsets", f"{f'{before} then ' if before else ''}{offset} for sequence {n}"
+            fits = offset % multiple == 0 or offset == length  # where the sequence ends nothing is cut
+            rule(name, fits, f"multiples of {multiple}", got)
+            rule(name, offset > before, "positive, strictly increasing offsets per sequence", got)
+            rule(name, offset <= length, f"at most the sequence's {length} tokens", got)
             before = offset
             pool.claim("checkpoint_indices", slot, length > 0)

@@ -82,8 +82,6 @@ MAX_CHECKPOINTS = 8
 INTERVAL_UNIT = 64
 """Tokens between regular checkpoints are a multiple of this: a boundary of chunks of either size."""
 
-MAX_CHECKPOINT_INTERVAL = 2**30
-
 CHECKPOINT_INDEX_ARGS = ("checkpoint_offsets", "checkpoint_indices")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -107,15 +105,12 @@ def bound(name: str, value: Any) -> None:
 def epsilon(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise mistyped(name, value, "a float")
-    fits = EPSILONS.tiny <= value <= EPSILONS.max
-    rule(name, fits, f"a float from {EPSILONS.tiny:.3g} to {EPSILONS.max:.3g}", value)
+    rule(name, EPSILONS.tiny <= value <= EPSILONS.max, f"a float from {EPSILONS.tiny:.3g} to {EPSILONS.max:.3g}", value)
 
 
 def check_split(value: Any) -> None:
-    if isinstance(value, str) and value == "auto":
-        return
     wanted = f"'auto', False or a number of segments from 1 to {MAX_SEGMENTS}"
-    if value is not False:
+    if value is not False and not (isinstance(value, str) and value == "auto"):
         check_int("split", value, wanted)
         rule("split", 1 <= value <= MAX_SEGMENTS, wanted, value)
 
@@ -129,7 +124,7 @@ def check_spec_tokens(value: Any) -> None:
 def check_interval(value: Any) -> None:
     if value is not None:
         check_int("checkpoint_every", value, "an int or None")
-        fits = INTERVAL_UNIT <= value <= MAX_CHECKPOINT_INTERVAL and value % INTERVAL_UNIT == 0
+        fits = INTERVAL_UNIT <= value <= 2**30 and value % INTERVAL_UNIT == 0
         rule("checkpoint_every", fits, f"a multiple of {INTERVAL_UNIT} up to 2^30, or None", value)
 
 
@@ -230,10 +225,8 @@ def check_offsets(c: Arguments, batched: str) -> None:
     """Checks `cu_seqlens`, and binds N. `batched`: the tensor that has the batch dimension."""
     c.check("cu_seqlens", "N+1", *INTS)
     B = c.sizes["B"]
-    if c.cu_seqlens is None:
-        c.sizes["N"] = B
-    else:
-        c.sizes["N"] = c.cu_seqlens.numel() - 1
+    c.sizes["N"] = B if c.cu_seqlens is None else c.cu_seqlens.numel() - 1
+    if c.cu_seqlens is not None:
         rule("cu_seqlens", c.sizes["N"] >= 0, "of N + 1 offsets", "an empty tensor")
         packed = "cu_seqlens" if getattr(c, "cp_context", None) is None else "cp_context"
         rule(batched, B == 1, f"of batch size 1 with {packed} (pack the sequences along T)", f"batch size {B}")
@@ -648,16 +641,14 @@ def validate_fused_decode(c: Arguments) -> Made:
     state, replayed = "HV V K" if c.state_v_first else "HV K V", c.intermediate_states is not None
     c.require("state", f"slots {state}", *state_dtypes(c.q.dtype), dense=3, written=not replayed)
     # a slot for each state that is stored
-    targets = "N" if c.num_spec_tokens is None or replayed else "N 1+num_spec_tokens"
-    c.require("state_indices", targets, *INTS)
+    c.require("state_indices", "N" if c.num_spec_tokens is None or replayed else "N 1+num_spec_tokens", *INTS)
     c.check("num_accepted_tokens", "N", *INTS)
     c.require("output_gate", "B T HV V", c.q.dtype)
     c.require("norm_weight", "V", *dtypes)
     check_intermediates(c, "state", "rows 1+num_spec_tokens HV width")
     c.check("output", "B T HV V", wider(c.q.dtype), c.q.dtype, dense=1, written=True)
     # `[parts, channels, W]`: one part, or three side by side
-    parts = c.weight.shape[0] == 3 and c.weight.shape[1] != 1
-    c.weight = c.weight.mT if parts else c.weight.reshape(1, D, W)
+    c.weight = c.weight.mT if c.weight.shape[0] == 3 and c.weight.shape[1] != 1 else c.weight.reshape(1, D, W)
     settings = attention_settings(c, gate, c.beta_is_logit, "raw_g")
     settings |= dict(spec_tokens=spec, update_state=not replayed, eps=float(c.norm_eps))
     return c.made(FusedProblem, operation="fused_decode", **settings)

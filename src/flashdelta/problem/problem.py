@@ -87,8 +87,7 @@ class Tensors:
 
     def caller_outputs(self) -> dict[str, Tensor]:
         """Results by name that are tensors of the caller's."""
-        found = {"o": self.out, "final_state": self.final_state}
-        return {name: x for name, x in found.items() if x is not None}
+        return {name: x for name, x in {"o": self.out, "final_state": self.final_state}.items() if x is not None}
 
     @property
     def primary(self) -> Tensor:

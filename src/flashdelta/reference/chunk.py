@@ -76,8 +76,7 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, solve: Callable[..., 
     weighted = pair * k[..., None, :, :]
     Akk = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
     Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted).tril()
-    eye = torch.eye(C, dtype=q.dtype, device=q.device)
-    inverse = solve(eye + Akk, torch.diag_embed(beta))
+    inverse = solve(torch.eye(C, dtype=q.dtype, device=q.device) + Akk, torch.diag_embed(beta))
     decayed = g.cumsum(-2).exp()
     w, qg, kg = inverse @ (k * decayed), q * decayed, k * pair[..., -1, :, :]
     return Prepared(w, qg, kg, inverse, Aqk, decay=decayed[..., -1, :])
@@ -141,8 +140,7 @@ def chunk_kda(problem: ChunkProblem, t: ChunkTensors) -> tuple[Tensor, Tensor | 
             buffer = t.state_pool if t.checkpoint_states is None else t.checkpoint_states
             store(problem, buffer, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
     if problem.checkpoint_every > 0 and not empty:
-        rows = regular_checkpoints(problem, t, slots)
-        store(problem, t.checkpoint_states, *rows, torch.stack(before).flatten(0, 1))
+        store(problem, t.checkpoint_states, *regular_checkpoints(problem, t, slots), torch.stack(before).flatten(0, 1))
     if problem.has_pool:
         store_final(problem, t, last)
     final = states_out(problem, last, problem.final_dtype) if problem.output_final_state else None

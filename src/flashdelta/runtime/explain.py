@@ -129,8 +129,7 @@ def explain(op: Callable, /, *arguments: object, device: torch.device | str | No
     if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.operation == "chunk":
         readable = is_plain(t.q) and t.q.device.type == place.type != "meta"
         segments = tuple(chosen.parts(problem, chunks_of(problem, t).tolist(), t.device)) if readable else None
-    tensors = {name: given[name] for name in call.tensors if name in given}
-    why = None if chosen.plain else not_replayed(tensors)
+    why = None if chosen.plain else not_replayed({name: given[name] for name in call.tensors if name in given})
     return Explanation(support, verdicts, segments, why)
 
 

@@ -144,8 +144,7 @@ def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
         options = dict(scale=problem.scale, gate=problem.gate, precision=problem.precision, backend=backend)
         return dict(zip(problem.results(), torch.ops.kda_prefill.forward(*rows, problem.chunk_size, **options)))
     operator = operator_of(problem, t)
-    arguments = operator.arguments(problem, t, backend)
-    found = operator.call(*arguments)
+    found = operator.call(*operator.arguments(problem, t, backend))
     results = dict(zip(operator.results, found if isinstance(found, (tuple, list)) else (found,)))
     results |= t.caller_outputs()
     return {name: results[name] for name in problem.results()}

@@ -264,8 +264,7 @@ class Calls:
         if where == "slots":
             return found
         records = make(N, T, state.shape[1], record_width(*dims))
-        rows = state.new_empty(N, T, *state.shape[1:]) if where == "states" else records
-        found["intermediate_states"] = rows
+        found["intermediate_states"] = state.new_empty(N, T, *state.shape[1:]) if where == "states" else records
         if self.kind == "decode":
             found |= {"update_state": False, "intermediate_state_indices": self.index(N) if more else None}
         return found

@@ -191,8 +191,7 @@ def settings(case: Case) -> dict:
     asked: dict = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
     asked |= {"state_v_first": case.v_first, "safe_gate": case.safe, "chunk_size": case.chunk_size}
     if case.gate in WITH_PARAMETERS:
-        bound = case.lower_bound if case.gate == "lower_bound" else None
-        asked |= {"use_gate_in_kernel": True, "lower_bound": bound}
+        asked |= {"use_gate_in_kernel": True, "lower_bound": case.lower_bound if case.gate == "lower_bound" else None}
     elif case.gate != "none":
         asked["gate"] = case.gate
     if case.beta != "value":

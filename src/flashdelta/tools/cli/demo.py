@@ -87,8 +87,7 @@ def run_demo(
 
 def place(model: KdaLanguageModel) -> dict[str, Any]:
     """Names what a model runs on, and in which dtype."""
-    on_gpu = model.device.type == "cuda"
-    name = torch.cuda.get_device_name(model.device) if on_gpu else model.device.type
+    name = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return {"device": name, "dtype": str(model.embedding.weight.dtype).removeprefix("torch.")}
 
 

@@ -84,8 +84,7 @@ class Library:
 
     def workspace_bytes(self, args: PrefillArgs, dtype: str = "f32") -> int:
         found = c_size_t()
-        query = getattr(self.functions, f"fd_prefill_{dtype}_workspace")
-        self.check(query(ctypes.byref(args), ctypes.byref(found)))
+        self.check(getattr(self.functions, f"fd_prefill_{dtype}_workspace")(ctypes.byref(args), ctypes.byref(found)))
         return found.value
 
     def prefill(self, args: PrefillArgs, stream: int = 0, dtype: str = "f32") -> None:
