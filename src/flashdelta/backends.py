@@ -92,12 +92,6 @@ def other_vendor() -> str | None:
     return f"PyTorch is built for AMD GPUs (ROCm {torch.version.hip}); the kernels need an NVIDIA GPU"
 
 
-@assume_constant
-def nvidia_capability(index: int | None) -> tuple[int, int] | None:
-    """The GPU's compute capability; None where there is none."""
-    return None if other_vendor() is not None else _cached_capability(index)
-
-
 @functools.cache
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
@@ -111,7 +105,7 @@ def has_triton() -> bool:
 @assume_constant
 def gpu_obstacle(index: int | None, needs: str, majors: range) -> str | None:
     """The reason why kernels can't run on a GPU, or None: the major number of its compute capability, say."""
-    capability = nvidia_capability(index)
+    capability = None if other_vendor() else _cached_capability(index)
     if capability is None:
         return other_vendor() or "no NVIDIA GPU on this machine"
     if capability[0] not in majors:

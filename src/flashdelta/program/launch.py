@@ -228,7 +228,7 @@ def _places(kinds: tuple[type, ...], first: int = 0) -> tuple[list[int], list[in
 
 
 _integers: dict[tuple, list[int]] = {}
-"""By function and types, the positions of integers for which Triton compiles a kernel anew where they are 1 or multiples of 16."""
+"""Positions of integers for which Triton compiles a kernel anew where they are 1 or multiples of 16, by function and types."""
 
 
 def _specialization(kernel: JITFunction, arguments: tuple) -> list:

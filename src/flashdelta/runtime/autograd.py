@@ -89,14 +89,9 @@ class Differentiable(Entry):
         return found
 
 
-NO_SECOND = (
-    "gradients must be of first order (backend='reference' has others, in torch.func.grad and on one rank); "
-    "got gradients of gradients"
-)
-
-
 def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
-    raise NotImplementedError(NO_SECOND)
+    others = "backend='reference' has others, in torch.func.grad and on one rank"
+    raise NotImplementedError(f"gradients must be of first order ({others}); got gradients of gradients")
 
 
 class _Differentiated(torch.autograd.Function):
