@@ -5,8 +5,6 @@ FLA asks its registered backends before every call: a verifier says whether a ba
 arguments it knows and a kernel supports; FLA runs the others. On a CPU, where FLA has nothing to run, the reference takes them.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -4,8 +4,6 @@ Methods of its Triton kernel, which is the default for all three, are replaced. 
 speculative tokens, and its ring of replayed ones.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Integrations of frameworks: one switch per process, and calls that a kernel runs or nobody."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

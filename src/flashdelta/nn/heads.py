@@ -1,7 +1,5 @@
 """Tensor parallelism of a layer by heads: which heads a rank has, and its part of the parameters beside the projections."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@
 Trained by `examples/train_tiny_lm.py`; run by `flashdelta demo`.
 """
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A call's knowledge of the other ranks of a process group, over which its sequences lie (docs/parallel.md)."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Tokens of the ranks before, as a short convolution needs them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

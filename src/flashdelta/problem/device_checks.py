@@ -6,8 +6,6 @@ is imported, and a change after that does nothing: asking the environment at eve
 `flashdelta doctor` says which it is.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Mapping

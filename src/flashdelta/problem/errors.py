@@ -1,7 +1,5 @@
 """Words of refusals: the argument, the rule, then the value."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

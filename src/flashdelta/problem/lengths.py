@@ -1,7 +1,5 @@
 """Calls that differ in nothing but their numbers of tokens are validated once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

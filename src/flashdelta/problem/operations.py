@@ -4,8 +4,6 @@ Past a validator no code validates again. It sees the caller's names, and return
 role.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """The launch cache: calls that differ in nothing but the contents and addresses of their tensors have one plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernel launches: what one is, and the short way from it to the GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import ctypes

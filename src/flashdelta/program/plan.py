@@ -1,7 +1,5 @@
 """Plans: the launches of a call in order over slots, which every call like it executes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple

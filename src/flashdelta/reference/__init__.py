@@ -1,7 +1,5 @@
 """The exact reference, in PyTorch: any device, any dtype up to float64, differentiable."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

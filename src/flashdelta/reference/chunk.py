@@ -15,8 +15,6 @@ With `C` tokens per chunk and `G = cumsum(g)` inside it (docs/algorithm.md deriv
 Differentiable, for any device and dtype up to float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ its outputs are zero and it stores nothing. Nothing is stored of one with more t
 on any device up to float64 and never waits for one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

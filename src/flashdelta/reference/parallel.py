@@ -6,8 +6,6 @@
 The exchange is part of the graph: autograd goes through it, which the kernels' own backward pass is held against.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

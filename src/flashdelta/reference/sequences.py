@@ -10,8 +10,6 @@ empty one too) owns at least one, and `T // C + N (1 + M)` slots hold them all, 
 has `ceil(T / C) + M` slots. A slot without tokens changes nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

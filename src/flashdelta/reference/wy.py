@@ -13,8 +13,6 @@ With `Akk_inv = (I + Akk)^-1`, the state `S` before the chunk and the gradient `
     dG_C += sum_i k_i (v_new dS'^T)_i exp(G_C - G_i) + exp(G_C) sum_v S dS'                    [K]
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

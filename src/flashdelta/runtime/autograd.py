@@ -1,8 +1,6 @@
 """Gradients of an eager call: save the inputs, run the backend's backward pass. Traced calls go through the operators of
 `torch_ops.py`, which do the same, cost more host time and keep nothing else."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers whether a call can run, on which backend, and why."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ result that was not asked for is an empty tensor, since a schema has no optional
 other programs call by its name, takes the caller's own arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiles ahead what serving will need."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

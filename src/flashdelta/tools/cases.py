@@ -1,7 +1,5 @@
 """Calls of `flashdelta verify` and `doctor`, and the float64 truth that they are held against."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The commands and their options. Each hands over to a module of its own and turns the answer into an exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

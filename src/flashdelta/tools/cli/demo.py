@@ -4,8 +4,6 @@ The prompt goes through the chunk form (prefill), the continuation token by toke
 prompt and continuation go through the chunk form once more, as a whole: both must score every token alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """`flashdelta verify`: every backend against the float64 token recurrence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

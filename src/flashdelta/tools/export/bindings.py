@@ -2,8 +2,6 @@
 of this file beside the C sources. The structs and functions are flashdelta.h's, which says what they mean.
 """
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_size_t, c_void_p
 

@@ -1,7 +1,5 @@
 """The kernels that an export holds, and their compilation for GPUs that need not be there."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

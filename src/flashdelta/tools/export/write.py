@@ -1,7 +1,5 @@
 """Writes an export: the files of c/ with what this export holds filled in, the table of kernels, and their machine code."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
