@@ -242,10 +242,8 @@ def save_model(model: KdaLanguageModel, path: str | Path, dtype: torch.dtype = t
     from safetensors.torch import save_file
 
     rule("dtype", isinstance(dtype, torch.dtype) and dtype.is_floating_point, "a dtype of floats", dtype)
-    weights = {
-        name: (x if name.endswith(("A_log", "dt_bias")) else x.to(dtype)).detach().cpu().contiguous()
-        for name, x in model.state_dict().items()
-    }
+    kept = {name: x if name.endswith(("A_log", "dt_bias")) else x.to(dtype) for name, x in model.state_dict().items()}
+    weights = {name: x.detach().cpu().contiguous() for name, x in kept.items()}
     try:
         save_file(weights, str(path), metadata={_CONFIG_KEY: json.dumps(asdict(model.config))})
     except SafetensorError as error:

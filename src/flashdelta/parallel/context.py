@@ -256,11 +256,6 @@ def context_of(cp_context: Any, group: Any, device: torch.device, *arguments: st
     return context
 
 
-def has_context(c: Any) -> bool:
-    """True if a call's options name ranks."""
-    return c.cp_context is not None or c.group is not None
-
-
 def context_in_call(cp_context: Any, group: Any, cu_seqlens: Tensor | None, q: Tensor) -> tuple[Any, Any, Any]:
     """Returns, for a call that names ranks, its context, the rank's offsets, and the border (None where there is one rank)."""
     context = context_of(cp_context, group, q.device)

@@ -319,9 +319,8 @@ def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
 def refuse_changed_offsets(ctx: Any) -> None:
     for name, x, version in ctx.offsets:
         if x._version != version:
-            raise RuntimeError(
-                f"{name} must stay the same until the backward pass, which reads it; got one changed in place"
-            )
+            wanted = "the same until the backward pass, which reads it"
+            raise RuntimeError(f"{name} must stay {wanted}; got one changed in place")
 
 
 def refuse_transforms(name: str) -> NoReturn:

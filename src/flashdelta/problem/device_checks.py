@@ -30,8 +30,6 @@ from .problem import (
 )
 from .switches import is_on
 
-CHECKPOINT_MULTIPLE = 16
-
 LOWEST_DECAY = -5.0
 """The least of `lower_bound`, and what `safe_gate` promises. Below it a 16-token block may decay by more than exp(80), which
 float32 cannot hold as a quotient."""
@@ -184,7 +182,7 @@ def _check_checkpoints(problem: SequenceProblem, found: Found, lengths: list[int
         rule("checkpoint_states", needed <= rows, f"of a row for each of the {needed} checkpoints", f"{rows} rows")
     if "checkpoint_offsets" not in found:
         return
-    multiple = 1 if isinstance(problem, ConvolutionProblem) else CHECKPOINT_MULTIPLE
+    multiple = 1 if isinstance(problem, ConvolutionProblem) else 16
     for n, length in enumerate(lengths):
         before = 0
         for offset, slot in zip(found["checkpoint_offsets"][n].tolist(), found["checkpoint_indices"][n].tolist()):

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..parallel.context import context_in_call, has_context
+from ..parallel.context import context_in_call
 from . import device_checks
 from .arguments import (
     Arguments,
@@ -328,11 +328,12 @@ def validate_chunk(c: Arguments) -> Made:
     rule("safe_gate", gate != "softplus" or not c.safe_gate, "False with the gate 'softplus', which has no bound", True)
     check_checkpoint_options(c, "state_pool", "checkpoint_states")
     c.needs("cu_seqlens_cpu", "cu_seqlens")
+    over_ranks = c.cp_context is not None or c.group is not None
     for name in ("cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states"):
-        rule(name, not has_context(c) or getattr(c, name) is None, "None with cp_context or group", "a tensor")
+        rule(name, not over_ranks or getattr(c, name) is None, "None with cp_context or group", "a tensor")
     check_tensor("q", c.q)
     c.border = None
-    if has_context(c):
+    if over_ranks:
         c.cp_context, c.cu_seqlens, c.border = context_in_call(c.cp_context, c.group, c.cu_seqlens, c.q)
     state = check_sequence_tensors(c)
     check_checkpoints(c, state, *state_dtypes(c.q.dtype), dense=3)

@@ -206,8 +206,7 @@ class Plan(Entry):
 
     def _check_disjoint(self, tensors: Given, addresses: list[int]) -> None:
         for i, size, others in self.disjoint:
-            begin = addresses[i]
-            end = begin + size
+            begin, end = addresses[i], addresses[i] + size
             for j, length in others:
                 if addresses[j] < end and begin < addresses[j] + length:
                     assert self.refuse is not None

@@ -170,8 +170,7 @@ def regular_checkpoints(problem: ChunkProblem, t: ChunkTensors, slots: ChunkSlot
 def from_chunks(o: Tensor, problem: ChunkProblem, slots: ChunkSlots | None) -> Tensor:
     """`[S, B, HV, C, V] -> [B, T, HV, V]`, for any `V`; zeros for tokens of no sequence."""
     o = o.transpose(2, 3).transpose(0, 1)
-    S, C = o.shape[1:3]
-    V = o.shape[-1]
+    _, S, C, _, V = o.shape
     if slots is None:
         return o.reshape(problem.B, S * C, problem.HV, V)[:, : problem.T].contiguous()
     # one row past the end takes what the invalid tokens of a chunk would write

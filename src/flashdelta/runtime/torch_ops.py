@@ -190,8 +190,5 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.is_tensor = tuple(isinstance(x, Tensor) for x in inputs)
 
 
-GRADIENTS = {
-    forward.name: Gradients(f"{forward.name.removesuffix('_forward')}_backward", forward)
-    for forward in (FORWARD, NORM, CONVOLUTION)
-}
+GRADIENTS = {x.name: Gradients(f"{x.name.removesuffix('_forward')}_backward", x) for x in (FORWARD, NORM, CONVOLUTION)}
 """Gradients by the name of the operator."""

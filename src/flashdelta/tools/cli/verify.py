@@ -14,10 +14,7 @@ from ... import backends
 from ..cases import TOLERANCE, VERIFY, Case, as_recurrent, make_call, relative_error, truth
 from ..environment import environment
 
-OPERATORS: dict[str, Callable[..., tuple]] = {
-    "chunk": flashdelta.chunk_kda,
-    "recurrent": flashdelta.fused_recurrent_kda,
-}
+OPERATORS: dict[str, Callable] = {"chunk": flashdelta.chunk_kda, "recurrent": flashdelta.fused_recurrent_kda}
 
 
 CASES = [(case, dtype) for dtype, cases in VERIFY.items() for case in cases]
