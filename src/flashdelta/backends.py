@@ -68,6 +68,7 @@ class Backend(Protocol):
 
     def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
         """Segments that each sequence is cut into, from its `chunks` (`problem/split.py`)."""
+        return [1] * len(chunks)
 
 
 def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
@@ -277,9 +278,6 @@ class ReferenceBackend(Backend):
         from .reference import build
 
         return build(problem, t)
-
-    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
-        return [1] * len(chunks)
 
 
 BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())

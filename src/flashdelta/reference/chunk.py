@@ -142,14 +142,11 @@ def chunk_kda(problem: ChunkProblem, t: ChunkTensors) -> tuple[Tensor, Tensor | 
     if problem.has_pool:
         store_final(problem, t, last)
     final = states_out(problem, last, problem.final_dtype) if problem.output_final_state else None
-    h = None
-    if problem.return_intermediate_states:
-        if empty:
-            h = initial.new_zeros(problem.B, problem.slots, *initial.shape[1:])
-        else:
-            h = intermediate_states(problem, torch.stack(before), slots)
-        h = states_out(problem, h, problem.dtype)
-    return o, final, h
+    if not problem.return_intermediate_states:
+        return o, final, None
+    none = initial.new_zeros(problem.B, problem.slots, *initial.shape[1:])
+    h = none if empty else intermediate_states(problem, torch.stack(before), slots)
+    return o, final, states_out(problem, h, problem.dtype)
 
 
 def regular_checkpoints(problem: ChunkProblem, t: ChunkTensors, slots: ChunkSlots | None) -> tuple[Tensor, Tensor]:

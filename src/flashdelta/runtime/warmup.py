@@ -226,10 +226,8 @@ class Calls:
         """Sequences, tokens of each, heads."""
         if self.kind == "chunk":
             return itertools.product(SEQUENCES[:6], LENGTHS, HEADS)
-        if drafts:
-            lengths: tuple[int, ...] = DRAFTS if drafts.startswith("records") else DRAFTS[:1]
-        else:
-            lengths = (1,) if self.kind == "fused_decode" else (1, 2, 65) if self.kind == "recurrent" else (1, 2)
+        plain = {"fused_decode": (1,), "recurrent": (1, 2, 65), "decode": (1, 2)}
+        lengths = plain[self.kind] if not drafts else DRAFTS if drafts.startswith("records") else DRAFTS[:1]
         return itertools.product(SEQUENCES, lengths, HEADS[1::3])
 
     def index(self, *shape: int) -> Tensor:
