@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..problem.arguments import check_int, check_tensor, find_device, number_or_none, positive
+from ..problem.arguments import check_float, check_int, check_tensor, find_device, positive
 from ..problem.errors import mistyped, rule, wrong
 from .attention import KdaCache, KdaPool, KimiDeltaAttention
 
@@ -203,7 +203,7 @@ class KdaLanguageModel(nn.Module):
         Raises:
             ValueError: a negative temperature.
         """
-        number_or_none("temperature", temperature)
+        check_float("temperature", temperature)
         rule("temperature", temperature is not None and temperature >= 0, "at least 0", temperature)
         while True:
             token = sample(logits, temperature, generator)

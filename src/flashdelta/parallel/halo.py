@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..problem.arguments import (
-    check_tensor,
-    is_wrapped,
-    note_offsets,
-    positive,
-    refuse_changed_offsets,
-    refuse_transforms,
-)
+from ..problem.arguments import check_tensor, is_wrapped, note_offsets, positive, refuse_changed, refuse_transforms
 from ..problem.errors import rule, wrong
 from .border import HALO
 from .checks import broadcast_errors, check_on_all_ranks
@@ -129,7 +122,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_changed_offsets(ctx)
+    refuse_changed(ctx)
     return _halo_backward(grad, *ctx.saved_tensors, *ctx.where, ctx.tokens), *[None] * 6
 
 

@@ -13,17 +13,7 @@ from torch import Tensor
 
 from ..parallel.context import context_in_call
 from . import device_checks
-from .arguments import (
-    Arguments,
-    Made,
-    check_int,
-    check_int_in,
-    check_name,
-    check_tensor,
-    memory,
-    number_or_none,
-    shape_of,
-)
+from .arguments import Arguments, Made, check_float, check_int, check_int_in, check_name, check_tensor, memory, shape_of
 from .errors import mistyped, rule, wrong
 from .problem import (
     DECODE_TOKENS,
@@ -96,7 +86,7 @@ def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 def bound(name: str, value: Any) -> None:
-    number_or_none(name, value)
+    check_float(name, value)
     rule(name, value is None or device_checks.LOWEST_DECAY <= value < 0, "a float in [-5, 0)", value)
 
 
@@ -129,7 +119,7 @@ def check_interval(value: Any) -> None:
 def check_gate(c: Arguments, logits: str) -> str:
     """Checks what g and beta are to be taken for, and returns the gate. `logits`: the flag that says that beta is one."""
     c.flags(logits, "allow_neg_eigval", "use_gate_in_kernel")
-    number_or_none("scale", c.scale)
+    check_float("scale", c.scale)
     check_name("gate", c.gate, *GATES, None)
     bound("lower_bound", c.lower_bound)
     if c.allow_neg_eigval:
@@ -511,7 +501,7 @@ def validate_commit(c: Arguments) -> Made:
 
 def validate_prefill(c: Arguments) -> Made:
     check_int("chunk_size", c.chunk_size)
-    number_or_none("scale", c.scale)
+    check_float("scale", c.scale)
     check_name("gate", c.gate, *PREFILL_GATES)
     check_name("precision", c.precision, *PRECISIONS)
     for name, shape in (("q", "B H T K"), ("k", "B H T K"), ("v", "B H T V"), ("g", "B H T K"), ("beta", "B H T")):
@@ -539,7 +529,7 @@ def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem
 
 def validate_wy(c: Arguments) -> Made:
     c.flags("state_v_first", "use_exp2")
-    number_or_none("scale", c.scale)
+    check_float("scale", c.scale)
     check_int_in("chunk_size", c.chunk_size, CHUNK_SIZES)
     state = "HV V K" if c.state_v_first else "HV K V"
     c.require("q", "B T H K", *FLOATS)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend
-from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
+from ..problem.arguments import note_offsets, refuse_changed, resolved
 from ..problem.problem import BACKWARD, FAMILIES, AttentionProblem, Problem, Tensors, inputs_of, replaced
 from ..program.cache import Entry, LaunchCache
 
@@ -107,7 +107,7 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         call, names = ctx.call
-        refuse_changed_offsets(ctx)
+        refuse_changed(ctx)
         tangents = forward_ad._current_level >= 0 and not call.backend.plain
         gradients = _Gradients.apply if torch.is_grad_enabled() or tangents else _Gradients.forward
         return None, *gradients(call, names, *grads, *ctx.saved_tensors)
