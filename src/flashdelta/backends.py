@@ -49,6 +49,7 @@ class Backend(Protocol):
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """The reason why this backend can't run the call, or None."""
+        return None
 
     def _common_obstacle(self, problem: Problem) -> str | None:
         """The obstacle for kernels that know some gates, and merge the states of other ranks in one piece."""
@@ -67,6 +68,7 @@ class Backend(Protocol):
 
     def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
         """Segments that each sequence is cut into, from its `chunks` (`problem/split.py`)."""
+        return [1] * len(chunks)
 
 
 def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
@@ -91,12 +93,6 @@ def other_vendor() -> str | None:
     return f"PyTorch is built for AMD GPUs (ROCm {torch.version.hip}); the kernels need an NVIDIA GPU"
 
 
-@assume_constant
-def nvidia_capability(index: int | None) -> tuple[int, int] | None:
-    """The GPU's compute capability; None where there is none."""
-    return None if other_vendor() is not None else _cached_capability(index)
-
-
 @functools.cache
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
@@ -110,7 +106,7 @@ def has_triton() -> bool:
 @assume_constant
 def gpu_obstacle(index: int | None, needs: str, majors: range) -> str | None:
     """The reason why kernels can't run on a GPU, or None: the major number of its compute capability, say."""
-    capability = nvidia_capability(index)
+    capability = None if other_vendor() else _cached_capability(index)
     if capability is None:
         return other_vendor() or "no NVIDIA GPU on this machine"
     if capability[0] not in majors:
@@ -278,16 +274,10 @@ class ReferenceBackend(Backend):
     summary = "exact PyTorch, any device, differentiable"
     plain = True
 
-    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        return None
-
     def build(self, problem: Problem, t: Tensors) -> Executable:
         from .reference import build
 
         return build(problem, t)
-
-    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
-        return [1] * len(chunks)
 
 
 BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())

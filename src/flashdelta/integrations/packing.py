@@ -1,7 +1,5 @@
 """Packed sequences in Hugging Face's models: transformers' convolution has no offsets, and its models hand none to KDA."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings

@@ -46,7 +46,7 @@ def flag(name: str, value: object) -> None:
         raise mistyped(name, value, "a bool")
 
 
-def number_or_none(name: str, value: object) -> None:
+def check_float(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -311,17 +311,16 @@ def memory(x: Tensor | None) -> tuple[int, int] | None:
 
 
 def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
-    """Notes versions by the caller's names, for `refuse_changed_offsets`: autograd sees changes of what it saved, but not where
+    """Notes versions by the caller's names, for `refuse_changed`: autograd sees changes of what it saved, but not where
     checkpointing saves it anew, or a hook a copy."""
     ctx.offsets = [(name, x, x._version) for name, x in offsets.items()]
 
 
-def refuse_changed_offsets(ctx: Any) -> None:
+def refuse_changed(ctx: Any) -> None:
     for name, x, version in ctx.offsets:
         if x._version != version:
-            raise RuntimeError(
-                f"{name} must stay the same until the backward pass, which reads it; got one changed in place"
-            )
+            wanted = "the same until the backward pass, which reads it"
+            raise RuntimeError(f"{name} must stay {wanted}; got one changed in place")
 
 
 def refuse_transforms(name: str) -> NoReturn:

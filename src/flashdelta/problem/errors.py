@@ -1,7 +1,5 @@
 """Words of refusals: the argument, the rule, then the value."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -55,8 +53,7 @@ def named_options(function: Function) -> Function:
 
 def by_keyword(function: Callable[..., Any], positional: tuple[object, ...]) -> TypeError:
     """The error for options by position, as FLA's functions take them."""
-    parameters = inspect.signature(function).parameters.values()
-    tensors = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    tensors = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     return TypeError(
         f"{function.__name__}() takes {', '.join(tensors)} by position and everything else by keyword, such as scale=; "
         f"got {len(tensors) + len(positional)} arguments by position"

@@ -1,7 +1,5 @@
 """Calls that differ in nothing but their numbers of tokens are validated once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,9 +39,8 @@ class Lengths:
             return made
         problem, roles, views = self.known[kind]
         tensors, T = FAMILIES[type(problem)], given[self.operation.by_token[0]].shape[1]
-        present = {role: given[role] for role in roles} | {
-            role: given[role].view(shape) for role, shape in views.items()
-        }
+        present = {role: given[role] for role in roles}
+        present |= {role: given[role].view(shape) for role, shape in views.items()}
         made = replaced(problem, T=T), make_frozen(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
         self.operation.check_values(made, given, dry)
         return made

@@ -87,8 +87,7 @@ class Tensors:
 
     def caller_outputs(self) -> dict[str, Tensor]:
         """Results by name that are tensors of the caller's."""
-        found = {"o": self.out, "final_state": self.final_state}
-        return {name: x for name, x in found.items() if x is not None}
+        return {name: x for name, x in {"o": self.out, "final_state": self.final_state}.items() if x is not None}
 
     @property
     def primary(self) -> Tensor:
@@ -344,9 +343,7 @@ class SequenceProblem(PoolProblem):
     has_initial_state: bool = derived(lambda t: t.initial_state is not None)
     has_pool: bool = derived(lambda t: t.state_pool is not None)
     checkpoints: int = derived(lambda t: 0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1])
-    checkpoint_rows: int | None = derived(
-        lambda t: None if t.checkpoint_states is None else t.checkpoint_states.shape[0]
-    )
+    checkpoint_rows: int | None = derived(lambda t: None if (x := t.checkpoint_states) is None else x.shape[0])
 
     @property
     def most_tokens(self) -> int:
@@ -601,6 +598,5 @@ DEFAULTS = {family: {f.name: f.default for f in fields(family) if f.default is n
 
 def problem_of(family: type[P], t: Tensors, **settings: Any) -> P:
     """The problem of tensors already validated."""
-    return make_frozen(
-        family, DEFAULTS[family] | settings | {name: derive(t) for name, derive in DERIVED[family].items()}
-    )
+    found = {name: derive(t) for name, derive in DERIVED[family].items()}
+    return make_frozen(family, DEFAULTS[family] | settings | found)

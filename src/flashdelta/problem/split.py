@@ -4,8 +4,6 @@ It takes the chunks of each sequence and how many segment transitions are formed
 one GPU, or several. The kernels of a backend form the same whole numbers from device data.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

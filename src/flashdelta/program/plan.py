@@ -1,7 +1,5 @@
 """Plans: the launches of a call in order over slots, which every call like it executes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -208,8 +206,7 @@ class Plan(Entry):
 
     def _check_disjoint(self, tensors: Given, addresses: list[int]) -> None:
         for i, size, others in self.disjoint:
-            begin = addresses[i]
-            end = begin + size
+            begin, end = addresses[i], addresses[i] + size
             for j, length in others:
                 if addresses[j] < end and begin < addresses[j] + length:
                     assert self.refuse is not None

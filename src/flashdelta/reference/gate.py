@@ -1,7 +1,5 @@
 """The elementwise front of KDA in PyTorch: the gate, beta's sigmoid and the L2 norm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Compiles a launch's kernel for any GPU on a machine without one."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The circumstances of a measurement: versions, GPU, driver, commit."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
