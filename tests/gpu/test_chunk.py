@@ -228,10 +228,7 @@ def test_packed_with_states(case: Case, backend: str):
 LONG = [
     replace(KIMI, T=65_536),
     replace(UNBOUNDED, lengths=(65_536 - 1000, 0, 1000), state=FP32, v_first=True),
-    *(
-        replace(BY_NAME[name], name=f"64K, {name}", T=65_536, H=2, HV=2, K=128, V=128)
-        for name in ("no_decay", "pinned")
-    ),
+    *(replace(x, name=f"64K, {x.name}", T=65_536, H=2, HV=2, K=128, V=128) for x in named("no_decay", "pinned")),
 ]
 
 

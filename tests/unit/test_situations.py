@@ -154,8 +154,7 @@ def wide_filters() -> None:
     assert layer(rows(1, 9, dtype=torch.bfloat16, device="cpu"))[0].dtype == torch.bfloat16
 
 
-def no_model(folder: Path) -> None:
-    file = folder / "model.safetensors"
+def no_model(file: Path) -> None:
     model = KdaLanguageModel(LanguageModelConfig(hidden_size=32, num_layers=1, num_heads=1, num_v_heads=1))
     save_model(model, file)
     whole = file.read_bytes()
@@ -198,7 +197,7 @@ def model_inputs() -> None:
 
 def no_file() -> None:
     with TemporaryDirectory() as folder:
-        no_model(Path(folder))
+        no_model(Path(folder) / "model.safetensors")
 
 
 def sizes() -> None:
