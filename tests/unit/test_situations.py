@@ -102,7 +102,7 @@ def own_names() -> None:
     half = replace(pool, state=pool.state.half())
     for y in (x, x[:, :4], x[:, :1]):
         for given, said in (
-            ({"pool": pool, "slots": torch.tensor([0, 9])}, "slots must be below .* 4 slots; got index 9"),
+            ({"pool": pool, "slots": torch.tensor([0, 9])}, "slots must be below 4, the number of slots; got 9"),
             ({"pool": pool, "slots": torch.tensor([2, 2])}, "slots must be distinct: .* index 2"),
             ({"pool": pool, "slots": none}, "slots must be of dtype"),
             ({"pool": half, "slots": torch.tensor([0, 1])}, "pool.state must be of dtype .*; got float16"),
