@@ -57,6 +57,7 @@ from ..shared.gluon.math import (
     widen,
 )
 from ..shared.gluon.steps import ACC_HALF, FLAT, GRAM, PLAIN, SQUARE, STEP, STEPS_GRAM, TILE
+from ..shared.products import rounded_product
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, launch_div8
 from .device.layouts import ACC, beside
@@ -434,9 +435,9 @@ def does_forget(decay, largest_kb_s, largest_w, K):
     decays = gl.load(decay + gl.arange(0, 4 * K, layout=gl.BlockedLayout([K // 32], [32], [4], [0])))
     most = gl.reduce(decays.reshape([2, 2, K]), 2, larger)
     later = gl.arange(0, 2, layout=gl.SliceLayout(0, most.type.layout))[None, :] > 0
-    products = K * gl.sum(largest_w * largest_kb_s.reshape([2, 32]).load(largest_w.type.layout), axis=1)
+    products = rounded_product(largest_w, largest_kb_s.reshape([2, 32]).load(largest_w.type.layout))
     after = gl.sum(gl.where(later, most, 0.0), axis=1)
-    after += gl.convert_layout(products, after.type.layout)
+    after += gl.convert_layout(K * gl.sum(products, axis=1), after.type.layout)
     bound = log2(gl.sum(gl.where(later, 0.0, most), axis=1)) + log2(after)
     return exp2(gl.sum(bound, axis=0)) * 1.01 <= FORGOTTEN
 
