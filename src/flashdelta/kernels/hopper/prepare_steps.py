@@ -581,16 +581,15 @@ def prepare_steps_kernel(
             row += at_part[None, None, :, None] * K
         at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
-        # before the branch, as past it the compiler would round the first row's products and sums apart
+        if forgets is not None:
+            # from the references on. Always: past a branch the compiler would round the first row's products and sums apart
+            after_s.reshape([2, 2, 1, 64]).store(exp2(rest))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
             exponents = before - middle[:, :, :, None, :], after
         else:
             until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
             exponents = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
-        if asked >= 0:
-            # from the references on
-            after_s.reshape([2, 2, 1, 64]).store(exp2(rest))
         decayed_parts(keys, queries, right, norm_k_s, norm_q_s, exponents, SAFE and cu_seqlens is not None)
         for h in gl.static_range(KH):
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
