@@ -34,6 +34,7 @@ MUTANTS = {
         ("kernels/hopper/launch.py", " and not problem.has_pool", ""),
     ],
     "gluon/test_backward.py::test_gradients_are_those_of_the_reference": [
+        ("runtime/autograd.py", "else grad.sum(-1))", "else grad[..., 0])"),
         ("kernels/stages/finish.py", "total_k += tl.load(heads_k", "total_k = tl.load(heads_k"),
         ("kernels/triton/reverse.py", "grad -= tl.dot(dv_new", "grad += tl.dot(dv_new"),
         ("kernels/triton/wy.py", "acc_beta += tl.sum(summand(Z, k_exp_g", "acc_beta -= tl.sum(summand(Z, k_exp_g"),
@@ -54,6 +55,10 @@ MUTANTS = {
     "gluon/test_bounded.py": [
         ("kernels/triton/prepare_mma.py", "in_step >= column", "in_step > column"),
         ("kernels/triton/prepare_mma.py", "* onward * onward", "* onward"),
+    ],
+    "gluon/test_chunk.py::test_cases": [
+        ("kernels/hopper/prepare_scalar.py", "exp2(whole + to_end_s", "exp2(to_end_s"),
+        ("kernels/hopper/prepare_scalar.py", "step < LOWEST, LOWEST", "step < LOWEST, step"),
     ],
     "gluon/test_chunk.py::test_turns_change_no_bit": [
         ("kernels/hopper/prepare.py", "if tile == 0:", "if tile == -1:"),
@@ -230,7 +235,11 @@ MUTANTS = {
         ("program/launch.py", "found += x.dtype, x.data_ptr() % 16", "found += x.dtype, 0"),
         ("program/workspace.py", "address += -(-x.nbytes // ALIGNMENT) * ALIGNMENT", "address += x.nbytes"),
         ("runtime/call.py", "count_writes(tensors, entry.writes)", "pass"),
-        ("runtime/autograd.py", "found[role] = found[role].view(x.shape)", "pass"),
+        (
+            "runtime/autograd.py",
+            "found[role] = (grad if grad.numel() == x.numel() else grad.sum(-1)).view(x.shape)",
+            "pass",
+        ),
         ("runtime/autograd.py", '"backward", next(_serials)', '"backward", 0'),
     ],
     "unit/test_reference.py::test_chunked_is_the_recurrence": [("reference/chunk.py", "v - p.w @ S", "v + p.w @ S")],

@@ -8,6 +8,7 @@ from .ops.chunk import chunk_kda
 from .ops.convolution import short_convolution
 from .ops.decode import commit, recurrent_kda, replay_buffer
 from .ops.fused_decode import fused_kda_decode
+from .ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .ops.norm import gated_rms_norm
 from .ops.prefill_fp32 import kda_prefill
 from .ops.recurrent import fused_recurrent_kda
@@ -21,10 +22,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Explanation",
     "Support",
+    "chunk_gated_delta_rule",
     "chunk_kda",
     "commit",
     "explain",
     "fused_kda_decode",
+    "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
     "gated_rms_norm",
     "kda_prefill",

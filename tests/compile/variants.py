@@ -74,7 +74,8 @@ class Variant:
     Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost, a norm's
     rows with heads, indices of a convolution in columns of a table. `sequences` of so many `chunks`. `T` tokens and `taps`
     are of the layer's convolution and norm, and value heads a `group` of its step; `stated`: that convolution has states.
-    `rank`: of how many, over which the sequences lie."""
+    `rank`: of how many, over which the sequences lie. `scalar`: one decay for all channels. `activation`: of the
+    layer's step."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -105,6 +106,8 @@ class Variant:
     sequences: int = 1
     chunks: int = 4
     rank: tuple[int, int] | None = None
+    scalar: bool = False
+    activation: str = "sigmoid"
     offsets: torch.dtype = torch.int32
     T: int = 256
     taps: int = 4
@@ -133,7 +136,7 @@ class Variant:
     def _shape(self) -> Given:
         """Fields of a `Case` or a `Step`, with the gate and the states."""
         options = {"gate": self.gate, "beta": "logit", "state": self.state_dtype, "v_first": self.state_v_first}
-        return {"name": self.name, "why": "", **self._sizes(), **options}
+        return {"name": self.name, "why": "", "scalar": self.scalar, **self._sizes(), **options}
 
     def _sizes(self) -> dict[str, int]:
         return {"H": self.heads, "HV": self.heads, "K": self.K, "V": self.V}
@@ -181,7 +184,7 @@ class Variant:
         own = {"indices": (0,) * N} if S == 0 or self.records else {"indices": ((0,) * tokens,) * N}
         drafts = {"spec": S, "accepted": (1,) * N, "rows": "slots" if self.records else None} if S else {}
         weights = "parts" if self.group == 1 and self.K == self.V else "channels"
-        sizes = {"H": self.heads // self.group, "W": self.taps, "weights": weights}
+        sizes = {"H": self.heads // self.group, "W": self.taps, "weights": weights, "activation": self.activation}
         step = FusedStep(**self._shape() | sizes, **own, **drafts, B=N, T=tokens, slots=4)
         return fused_kda_decode, on_meta(make_fused(step, self.dtype))
 
@@ -335,6 +338,8 @@ WORDS: dict[str, Given] = {
     "many": {"N": 256},
     "of heads": {"N": 512},
     "two CTAs an SM": {"N": 100},
+    "scalar": {"scalar": True},
+    "SiLU": {"activation": "silu"},
 }
 """Options by words of names."""
 PHRASES = re.compile(rf"\b({'|'.join(sorted(WORDS, key=len, reverse=True))})\b")
@@ -461,6 +466,12 @@ VARIANTS = (
     *variants("hopper K128 V64 backward, unbounded", gate="logsigmoid", split=1, sequences=17),
     *variants("hopper K64 V64", **WHOLE),
     *variants("hopper K64 V64 unbounded", gate="logsigmoid", split=1, sequences=17),
+    *variants("hopper K128 V128 scalar unbounded", "", ", fixed length", **WHOLE),
+    *variants("hopper", " K128 V128 scalar split, log decays in fp32", " K64 V64 scalar"),
+    *variants("hopper", " decode K128 V128 scalar unbounded", " fused K128 V128 scalar unbounded, SiLU"),
+    *variants("hopper replay K128 V128 scalar unbounded", spec_tokens=3),
+    *variants("decode K128 V128 scalar unbounded, V first"),
+    *variants("fused K128 V128 scalar unbounded, SiLU"),
     *variants("hopper decode", " K128 V128, lower_bound", " K64 V64, softplus"),
     *variants("hopper replay K128 V128", spec_tokens=7),
     *variants("hopper replay K128 V128 bf16", "", ", two CTAs an SM", spec_tokens=3),

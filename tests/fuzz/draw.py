@@ -267,13 +267,16 @@ class Drawing:
         self.spec.options["use_qk_l2norm_in_kernel"] = l2norm
         keys, own = (normal if l2norm else unit)(*lead, self.H, self.K), self.dtype
         self.tokens(q=(own, keys), k=(own, keys), v=(own, normal(*lead, self.HV, self.V)))
-        g, beta = self.raw_g(gate, *lead, self.HV, self.K), self.raw_beta(*lead, self.HV)
+        scalar = chance(self.variant, 0.25)
+        channels = () if scalar else (self.K,)
+        g, beta = self.raw_g(gate, *lead, self.HV, *channels), self.raw_beta(*lead, self.HV)
         dtypes = [self.wide if name in wide_ones else own for name in ("g", "beta")]
         self.tokens(g=(dtypes[0], g), beta=(dtypes[1], beta))
         if gate == "softplus" or (gate == "lower_bound" and chance(draw, 0.6)):
             self.add("A_log", uniform(*draw.choice(((self.HV,), (1, 1, self.HV, 1))), low=-1.0), FP32)
         if gate in ("softplus", "lower_bound") and chance(draw, 0.7):
-            self.add("dt_bias", normal(*draw.choice(((self.HV * self.K,), (self.HV, self.K))), shift=-2.0), FP32)
+            shapes = ((self.HV,),) if scalar else ((self.HV * self.K,), (self.HV, self.K))
+            self.add("dt_bias", normal(*draw.choice(shapes), shift=-2.0), FP32)
         if chance(draw, 0.3):
             self.spec.options["scale"] = draw.choice((0.7, 1, 0.0, -2.0, 0.125))
 
@@ -396,7 +399,7 @@ def decoding(d: Drawing) -> None:
 
 def mix(d: Drawing) -> None:
     """q, k and v in one row."""
-    rows, parts = d.B * d.T, [d.spec.numbers.pop(name) for name in "qkv"]
+    parts = [d.spec.numbers.pop(name) for name in "qkv"]
     for name in "qkv":
         del d.spec.places[name]
 
@@ -404,9 +407,9 @@ def mix(d: Drawing) -> None:
         return torch.cat([part(source).flatten(2).flatten(0, 1) for part in parts], dim=1)
 
     d.add_rows("mixed_qkv", numbers, d.dtype, 0, 8, 24)
-    for name, inner in (("g", d.HV * d.K), ("beta", d.HV)):
+    for name in ("g", "beta"):
         made = d.spec.numbers[name]
-        d.add(name, lambda source, f=made, n=inner: f(source).reshape(rows, n), d.spec.places[name].dtype)
+        d.add(name, lambda source, f=made: f(source).flatten(2).flatten(0, 1), d.spec.places[name].dtype)
 
 
 def states_of_decoding(d: Drawing, drafts: int | None) -> None:
@@ -547,13 +550,15 @@ def fused_decoding(d: Drawing) -> None:
     d.add("weight", normal(*taps, scale=0.5), d.either())
     if chance(variant, 0.5):
         d.add("bias", normal(D), d.wide)
+    options["output_activation"] = variant.choice(("sigmoid", "silu"))
     gate = d.gate("beta_is_logit")
     options.pop("use_gate_in_kernel", None)
-    d.add_rows("raw_g", d.raw_g(gate, rows, d.HV, d.K), d.either(), 0, 8)
+    channels = () if chance(variant, 0.25) else (d.K,)
+    d.add_rows("raw_g", d.raw_g(gate, rows, d.HV, *channels), d.either(), 0, 8)
     d.add("raw_beta", d.raw_beta(rows, d.HV), d.either())
     if gate in ("softplus", "lower_bound"):
         d.add("A_log", uniform(d.HV, low=-1.0), FP32)
-        d.add("dt_bias", normal(d.HV, d.K, shift=-2.0), FP32)
+        d.add("dt_bias", normal(d.HV, *channels, shift=-2.0), FP32)
     else:
         options |= {"A_log": None, "dt_bias": None}
     options |= {"gate": gate, "lower_bound": options.get("lower_bound"), "beta_is_logit": "beta_is_logit" in options}

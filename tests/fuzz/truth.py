@@ -78,7 +78,7 @@ def log_decay(c: dict) -> Tensor:
     gate, bound = c.get("gate"), c.get("lower_bound")
     if gate is None:
         gate = "none" if not c.get("use_gate_in_kernel") else "softplus" if bound is None else "lower_bound"
-    x = c["g"]
+    x = c["g"] if c["g"].dim() == 4 else c["g"][..., None]
     if gate == "none":
         return x
     if gate == "logsigmoid":
@@ -100,7 +100,7 @@ def front(c: dict, l2norm: bool, logits: str = "use_beta_sigmoid_in_kernel") -> 
     beta = c["beta"]
     if c.get(logits):
         beta = torch.sigmoid(beta) * (2.0 if c.get("allow_neg_eigval") else 1.0)
-    return q * scale, k, v, log_decay(c), beta
+    return q * scale, k, v, log_decay(c).expand_as(k), beta
 
 
 def recur(S: Tensor, tokens: tuple[Tensor, ...], s: tuple = (...,)) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -313,7 +313,8 @@ def unmixed(c: dict) -> dict:
     H = (mixed.shape[1] - HV * V) // (2 * K)
     q, k = mixed[:, : 2 * H * K].reshape(*leading, 2, H, K).unbind(2)
     v = mixed[:, mixed.shape[1] - HV * V :].reshape(*leading, HV, V)
-    g, beta = c["g"].reshape(*leading, HV, K), c["beta"].reshape(*leading, HV)
+    channels = c["g"].numel() // (rows * HV) if rows else K
+    g, beta = c["g"].reshape(*leading, HV, channels), c["beta"].reshape(*leading, HV)
     return c | {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
 
@@ -475,7 +476,7 @@ def fused(c: dict) -> list[Claim]:
     x, windows, state = c["x"], c["conv_state"], c["state"]
     S1, packed = 1 + (c.get("num_spec_tokens") or 0), c.get("cu_seqlens") is not None
     leading = (1, len(x)) if packed else (len(x) // S1, S1)
-    HV, V, K = state.shape[1:] if c.get("state_v_first", True) else (state.shape[1], state.shape[3], state.shape[2])
+    HV, V = state.shape[1], state.shape[2 if c.get("state_v_first", True) else 3]
     taps = c["weight"].mT if c["weight"].dim() == 3 and c["weight"].shape[1] != 1 else c["weight"]
     taps = taps.reshape(x.shape[1], -1)
     W = taps.shape[1]
@@ -501,11 +502,14 @@ def fused(c: dict) -> list[Claim]:
     step = {name: c[name] for name in OF_THE_STEP if name in c} | {"use_gate_in_kernel": True, "mixed_qkv": mixed}
     step |= {"lower_bound": c.get("lower_bound", -5.0), "beta_is_logit": c.get("beta_is_logit", True)}
     step |= {"num_spec_tokens": S1 - 1}  # a sequence of more tokens has no output, and stores nothing
-    step |= {"g": c["raw_g"].reshape(len(x), HV * K), "beta": c["raw_beta"].reshape(len(x), HV)}
+    step |= {
+        "g": c["raw_g"].reshape(len(x), c["raw_g"].numel() // max(len(x), 1)),
+        "beta": c["raw_beta"].reshape(len(x), HV),
+    }
     step |= {"initial_state": state, "update_state": c.get("intermediate_states") is None}
     step |= {"ssm_state_indices": indices if drafts else indices[:, 0]}
     step |= {"num_accepted_tokens": c.get("num_accepted_tokens")} if drafts else {}
-    gate = c["output_gate"].reshape(*leading, HV, V).sigmoid()
+    gate = ACTIVATIONS[c.get("output_activation", "sigmoid")](c["output_gate"].reshape(*leading, HV, V))
     claims = [*stored.claims.values()]
     for claim in decode(step):
         if claim.target == "o" and not claim.exact:

@@ -500,6 +500,9 @@ PTX: dict[str, Callable] = {
     "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": lambda x: x.to(tl.float32),
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda x: x.to(tl.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda x: x.to(tl.float16),
+    "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }": lambda x, high, low: (
+        x.to(tl.float32) * high.to(tl.float32) + (x * low).to(tl.float32)
+    ).to(tl.bfloat16),
     "and.b32 $0, $1, $2;": lambda x, mask: where(mask, x, 0.0),
     "prmt.b32 $0, $1, $2, 0x7632;": high_pair,
     "{ .reg .f32 a, b; and.b32 a, $1, 0xffff0000; and.b32 b, $2, 0xffff0000; sub.f32 a, $1, a; sub.f32 b, $2, b; "

@@ -44,6 +44,8 @@ CASES: dict[str, tuple[str, dict, int, dict]] = {
     "segments": ("triton", {"lengths": (20, 172)}, 2, IN_SEGMENTS),
     "segments, kept": ("triton", {"lengths": (192,), "v_first": True}, 2, IN_SEGMENTS | KEPT),
     "packed on Hopper": ("hopper", PACKED, 2, {}),
+    "scalar on Hopper": ("hopper", {"lengths": (80, 112), "K": 128, "V": 128, "scalar": True}, 3, {}),
+    "scalar in segments": ("hopper", PACKED | {"scalar": True}, 2, {"sms": 1} | IN_SEGMENTS | KEPT),
     "no relay on Hopper": ("hopper", PACKED, 2, {"relay": False}),
     "kept on Hopper": ("hopper", LONG, 3, KEPT),
     # one starts on the rank between

@@ -22,7 +22,7 @@ class Case(verified.Case):
 
     `hard`: a key of `inputs.HARD`, which changes the tensors. `ill_conditioned`: rounding a chunk's operands to the working
     dtype, which every chunked kernel must do, already costs more than the usual tolerance; see `oracle.rounding_error`.
-    `memory`: how long channels remember; see `inputs.gate_parameters`."""
+    `memory`: how long channels remember; see `inputs.gate_parameters`. `scalar`: one decay for all channels."""
 
     T: int = 70
     K: int = 32
@@ -40,6 +40,7 @@ class Case(verified.Case):
     final: bool = True
     h: bool = False
     wide_gate: bool = False
+    scalar: bool = False
     layout: str = "dense"
     memory: str = "short"
     ill_conditioned: bool = False
@@ -173,6 +174,21 @@ SHORT_CASES = [
     Case("short, same keys", "repeated keys", lengths=(64, 100), hard="same_keys", ill_conditioned=True, **WIDE),
 ]
 """Of batches that `hopper` does in one launch."""
+SCALAR_CASES = [
+    Case(
+        "scalar", "one decay for all channels, up to exp(-50)", T=150, H=1, HV=4, beta="logit", state=FP32, scalar=True
+    ),
+    Case("scalar_softplus", "Qwen's gate", gate="softplus", beta="logit", wide_gate=True, scalar=True),
+    Case("scalar_bounded", "dt_bias by value head", T=66, scalar=True, **BOUNDED),
+    Case("scalar_plain", "no parameters, no norm", gate="logsigmoid", l2norm=False, v_first=True, scalar=True),
+    Case(
+        "scalar_packed", "packed, with h", lengths=(17, 0, 64, 1, 65), state=FP32, h=True, gate="softplus", scalar=True
+    ),
+    Case("scalar_same_keys", "keys repeat", T=130, hard="same_keys_2", safe=True, ill_conditioned=True, scalar=True),
+    Case("scalar_forget", "g = -inf at some tokens", T=129, hard="forget", scalar=True),
+    Case("scalar_alternating", "prefix sums cancel", T=129, hard="g_alternating", scalar=True),
+    Case("scalar_key_norms", "k rows of norm 1e-4 and 50", T=130, hard="key_norms", gate="softplus", scalar=True),
+]
 
 CASES = [
     *LENGTH_CASES,
@@ -183,6 +199,7 @@ CASES = [
     *PACKED_CASES,
     *LAYOUT_CASES,
     *HARD_CASES,
+    *SCALAR_CASES,
 ]
 FORWARD_ONLY = {
     *(f"T{T}" for T in LENGTHS if T not in (33, 131)),
@@ -192,6 +209,7 @@ FORWARD_ONLY = {
     *("tokens_innermost", "padded", "odd_offset", "same_keys_2", "pinned", "pinned_decay", "no_decay", "g-1e4"),
     *("forget", "g_alternating", "bounded_saturated", "logsigmoid_saturated", "zero_rows_unbounded"),
     *("key_norms_unbounded", "beta_zero", "beta_saturated"),
+    *("scalar_plain", "scalar_same_keys", "scalar_forget", "scalar_alternating", "scalar_key_norms"),
 }
 """Cases like another as far as gradients go."""
 WITH_GRADIENTS = [case for case in CASES if case.name not in FORWARD_ONLY]

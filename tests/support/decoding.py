@@ -111,6 +111,9 @@ STEPS = [
     Step("none", "g is the log decay, beta a value", gate="none", beta="value"),
     Step("softplus", "Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit"),
     *(Step(gate, "a gate without parameters", gate=gate, wide_gate=True) for gate in PLAIN_GATES),
+    Step("scalar", "one decay for all channels", scalar=True, H=1, HV=2),
+    Step("scalar_mixed", "the same beside rows of q, k, v", scalar=True, layout="mixed_rows", gate="softplus", HV=2),
+    Step("scalar_packed", "the same when packed", scalar=True, lengths=(2, 0, 3), gate="none", v_first=False),
     Step("no_norm", "keys the caller normalised", l2norm=False, scale=0.3),
     Step("mixed", "q, k, v in one row", layout="mixed", H=2, HV=4),
     Step("mixed_rows", "rows of a wider projection", layout="mixed_rows", state=BF16),
@@ -181,6 +184,9 @@ STEPS = [
     Step("read_only", "outputs and nothing else", B=2, T=2, update=False, indices=(3, 1)),
     Step("read_source", "the same from a source", update=False, source=(3, -1, 1), indices=None, state=BF16),
     Step("verify", "in the sequence's own row", **TWO_DRAFTS, update=False, indices=(3, -1, 1), rows="slots", gap=32),
+    Step(
+        "verify_scalar", "one decay a token", **TWO_DRAFTS, update=False, indices=(3, -1, 1), rows="slots", scalar=True
+    ),
     Step("verify_long", "too long for its row", **PACKED_VERIFY | {"lengths": (3, 4, 2)}, rows=(2, 0, 1)),
     Step("verify_rows", "in rows of a smaller buffer", **PACKED_VERIFY, rows=(1, 0, -1), state=BF16, v_first=False),
     Step(

@@ -162,6 +162,8 @@ HOPPER_REPLAYED = [
     replace(_WIDE, name="narrow keys", K=64, state=FP32),
     replace(_WIDE, name="narrow values", V=64),
     replace(_WIDE, name="odd pitch", gap=9, state=FP32),
+    replace(_WIDE, name="scalar", scalar=True, lengths=(8, 9, 5), spec=8, state=FP32),
+    replace(_WIDE, name="scalar softplus", scalar=True, gate="softplus", T=4, spec=3),
     replace(_WIDE, name="softplus", gate="softplus", lengths=(8, 0, 5), spec=7, HV=6, state=FP32),
     *(
         replace(_WIDE, name=f"{tokens} tokens without a bound", gate=gate, T=tokens, spec=tokens - 1)

@@ -33,6 +33,7 @@ class FusedStep(Step):
     order: str = "token"
     room: int = 0
     weights: str = "channels"
+    activation: str = "sigmoid"
     scattered: bool = False
     zero_rows: bool = False
 
@@ -63,6 +64,8 @@ FUSED_STEPS = [
     FusedStep("parts", "weights of q, k and v side by side", weights="parts", HV=2, H=2, null_index="non_positive"),
     FusedStep("page", "window and state of a slot in one page", order="page", gap=8, HV=2),
     FusedStep("softplus", "Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit", order="channel"),
+    FusedStep("scalar", "one decay for all channels", scalar=True, gate="softplus", H=1, HV=2, activation="silu"),
+    FusedStep("silu", "the other output gate", activation="silu", **SPEC, accepted=(1, 2, 3)),
     FusedStep("none", "raw_g is the log decay, beta a value", gate="none", beta="value"),
     FusedStep("k_first", "the other layout of states", v_first=False, K=64, V=32, H=2, HV=4),
     FusedStep("no_norm", "q and k as they come, another scale", l2norm=False, scale=0.3),
@@ -109,6 +112,7 @@ FUSED_STEPS = [
         "spec_16", "as many drafts as there may be", T=17, spec=16, B=1, indices=rows_of(1, 17), slots=17, accepted=(9,)
     ),
     FusedStep("replay", "records instead of states", **REPLAY, accepted=(1, 4, 2), HV=2),
+    FusedStep("replay_scalar", "records of one decay", **REPLAY, accepted=(1, 4, 2), scalar=True),
     FusedStep("replay_gva8", "the same for eight value heads", **REPLAY, accepted=(1, 4, 2), HV=8, state=BF16),
     FusedStep("replay_long", "a row too short", **REPLAY | {"lengths": (4, 5, 2)}, accepted=(1, 4, 2)),
     FusedStep(
@@ -134,7 +138,7 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
     names = {"mixed_qkv": "x", "g": "raw_g", "beta": "raw_beta", "initial_state": "state"}
     names["ssm_state_indices"] = "state_indices"
     dropped = ("update_state", "output_final_state", "intermediate_states")
-    call = {"A_log": None, "dt_bias": None, "bias": None, "norm_eps": EPS}
+    call = {"A_log": None, "dt_bias": None, "bias": None, "norm_eps": EPS, "output_activation": step.activation}
     call |= {names.get(name, name): x for name, x in plain.items() if name not in dropped}
     D, W = step.channels, step.W
     weight = (source.normal(D, W) / W).to(dtype)

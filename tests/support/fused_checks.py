@@ -48,17 +48,17 @@ def check_fused(step: FusedStep, dtype: torch.dtype, backend: str, device: str =
 
 def by_operators(call: dict, backend: str) -> torch.Tensor:
     """A call of one token a sequence as single operators: what it returns. Both pools are written."""
-    rows, HV, K = call["x"].shape[0], call["state"].shape[1], call["state"].shape[3]
+    rows, HV = call["x"].shape[0], call["state"].shape[1]
     pool = {"state_pool": call["conv_state"], "state_indices": call["state_indices"], "backend": backend}
     mixed, _ = fd.short_convolution(call["x"][:, None], call["weight"], call["bias"], **pool)
     names = ("A_log", "dt_bias", "lower_bound", "gate", "use_qk_l2norm_in_kernel", "beta_is_logit", "allow_neg_eigval")
-    tokens = {"g": call["raw_g"].reshape(rows, HV * K), "beta": call["raw_beta"].reshape(rows, HV)}
+    tokens = {"g": call["raw_g"].reshape(rows, -1), "beta": call["raw_beta"].reshape(rows, HV)}
     tokens["scale"] = call["scale"]
     states = {"initial_state": call["state"], "ssm_state_indices": call["state_indices"]}
     given = tokens | states | {name: call[name] for name in names}
     o, _ = fd.recurrent_kda(mixed_qkv=mixed[:, 0], **given, backend=backend)
     z = call["output_gate"].reshape(o.shape)
-    return fd.gated_rms_norm(o, z, call["norm_weight"], eps=EPS, backend=backend)
+    return fd.gated_rms_norm(o, z, call["norm_weight"], eps=EPS, activation=call["output_activation"], backend=backend)
 
 
 ROWS = ("x", "raw_g", "raw_beta", "output_gate")

@@ -48,6 +48,8 @@ def token_tensors(source: Source, case: Case, dtype: torch.dtype) -> dict[str, T
         tensors["g"] = tensors["g"] + 2.0
     if case.hard in HARD:
         HARD[case.hard](tensors)
+    if case.scalar:
+        tensors["g"] = tensors["g"][..., 0].contiguous()
     wide = ("g", "beta") if case.wide_gate else ()
     tensors = {name: x.to(source.wide if name in wide else dtype) for name, x in tensors.items()}
     return LAYOUTS[case.layout](tensors)
@@ -85,6 +87,7 @@ def gate_parameters(source: Source, case: Case) -> dict:
     if case.has_A_log:
         parameters["A_log"] = A_log.view(1, 1, case.HV, 1) if case.broad_parameters else A_log
     if case.has_dt_bias:
+        dt_bias = dt_bias[:, 0].contiguous() if case.scalar else dt_bias
         parameters["dt_bias"] = dt_bias if case.broad_parameters else dt_bias.flatten()
     return parameters
 
@@ -241,7 +244,7 @@ def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
     if "cu_seqlens" in call:
         call["cu_seqlens"] = call["cu_seqlens"].new_empty(case.sequences + 1)
     for name in {"A_log", "dt_bias"} & call.keys():
-        call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" else 1))
+        call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" and not case.scalar else 1))
     return call
 
 

@@ -72,6 +72,7 @@ PLAIN_POOLS = [
     pooled("batch", "rows of a batch, slots in any order", _case(B=3, T=35), (5, 0, 2)),
     pooled("packed", "packed; the empty sequence's slot stays", FOUR, (3, 1, 0, 5)),
     pooled("v_first_int32", "as served", replace(FOUR, v_first=True, HV=1), (3, 1, 0, 5), gap=64, index_dtype=INT32),
+    pooled("scalar", "one decay for all channels", replace(FOUR, scalar=True), (3, 1, 0, 5)),
     pooled("odd_gap", "slots that no vector load aligns to", FOUR, (3, 1, 0, 5), gap=9),
     pooled("bf16", "read, updated in fp32, rounded once", _case(lengths=(17, 0, 70), state=BF16), (3, 1, 0), gap=32),
     pooled("bf16_v_first", "the same, values first", _case(lengths=(17, 40), state=BF16, v_first=True), (1, 4)),

@@ -411,7 +411,14 @@ REFUSED = {
         bad(**{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in ("h", "dh")}),
     ],
     (FUSED, "softplus"): [
-        *each(A_log=[None], norm_eps=[0.0], lower_bound=[1.0], num_spec_tokens=[17], raw_beta=[zeros(3, 2).double()]),
+        *each(
+            A_log=[None],
+            norm_eps=[0.0],
+            output_activation=["relu"],
+            lower_bound=[1.0],
+            num_spec_tokens=[17],
+            raw_beta=[zeros(3, 2).double()],
+        ),
         bad(x=lambda c: c["x"][:, :-1]),
         bad(raw_g=lambda c: c["raw_g"][..., :-1]),
         *(bad(weight=lambda c, W=W: c["weight"][:, :1].expand(-1, W)) for W in (1, 5)),

@@ -206,6 +206,7 @@ def test_what_a_batch_must_not_decide_begins_nowhere_afresh(T: int):
         {"split": 3},
         {"split": False},
         {"return_intermediate_states": True},
+        {"g": call["g"][..., 0], "dt_bias": call["dt_bias"][:4]},
     ):
         problem, t = check(fd.chunk_kda, **call | options)
         assert ("forgets" in split_layout(problem, t.device)) == (options == {})

@@ -77,13 +77,22 @@ POOL_CALLS = [
         (fd.fused_recurrent_kda, replace(FLAGS, case=replace(FLAGS.case, lengths=(3, 0, 2, 1)))),
     )
 ]
-TRACED = ("bounded", "packed_bf16_state", "no_final_state", "fused")
+TRACED = ("bounded", "packed_bf16_state", "no_final_state", "fused", "scalar_bounded")
 
-TRACED_STEPS = ("paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows")
+TRACED_STEPS = (
+    "paged",
+    "mixed_packed",
+    "scalar_mixed",
+    "own_final",
+    "no_state",
+    "spec_packed",
+    "source",
+    "verify_rows",
+)
 LONG = [*whole_sequences(*TRACED), *POOL_CALLS, *steps(*TRACED_STEPS)]
 FUSED_CALLS = [
     (name, fd.fused_kda_decode, partial(make_fused, FUSED_BY_NAME[name]))
-    for name in ("bias", "two_taps", "gva8", "spec_packed", "replay")
+    for name in ("bias", "scalar", "two_taps", "gva8", "spec_packed", "replay")
 ]
 CONVOLUTIONS = ("bias", "packed", "packed_fla", "pool", "pool_flags", "step", "marks_pool", "every", "every_packed")
 LAYER_CALLS = [

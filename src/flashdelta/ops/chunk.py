@@ -86,7 +86,8 @@ def chunk_kda(
         k: as q.
         v: `[B, T, HV, V]`, dtype of q; `HV % H == 0` (value head `i` reads query/key head `i // (HV // H)`); `V` in
             {32, 64, 128, 256}.
-        g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
+        g: `[B, T, HV, K]`, or `[B, T, HV]` for one decay of all channels (Gated DeltaNet); float32 or dtype of q: log decay per
+            step (natural log), or the gate's input (see `gate`).
         beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
         scale: factor on the output; `K ** -0.5` by default.
         initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16. None means zeros.
@@ -98,7 +99,7 @@ def chunk_kda(
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; refused with others, which would ignore it.
         A_log: `[HV]` or `[1, 1, HV, 1]`, float32 or dtype of q. Read by the gates `softplus` (required) and `lower_bound`;
             refused with others, which would ignore it.
-        dt_bias: `[HV * K]` or `[HV, K]`, float32 or dtype of q. Read by the same gates.
+        dt_bias: `[HV * K]` or `[HV, K]`, with `g [B, T, HV]` `[HV]`; float32 or dtype of q. Read by the same gates.
         gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from 0,

@@ -73,11 +73,12 @@ def recurrent_kda(
             most 17 tokens per sequence. Packed (`cu_seqlens`): `[1, tokens, H, K]`. Any strides, read in place if dense in K.
         k: as q.
         v: `[B, T, HV, V]`, dtype of q; `HV % H == 0`; `V` as `K`.
-        g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
+        g: `[B, T, HV, K]`, or `[B, T, HV]` for one decay of all channels; float32 or dtype of q: log decay per step (natural
+            log), or the gate's input (see `gate`).
         beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
         mixed_qkv: `[tokens, 2 * H * K + HV * V]`, rows any distance apart: q, k and v of a token side by side, in their
-            place. `g` may then be `[tokens, HV * K]` and `beta` `[tokens, HV]`. Without `cu_seqlens` each row is a sequence
-            (each `1 + num_spec_tokens` rows are one). HV, K and V are `initial_state`'s.
+            place. `g` may then be `[tokens, HV * K]` or `[tokens, HV]`, and `beta` `[tokens, HV]`. Without `cu_seqlens` each
+            row is a sequence (each `1 + num_spec_tokens` rows are one). HV, K and V are `initial_state`'s.
         A_log: the gate's, as in `chunk_kda`.
         dt_bias: the gate's, as in `chunk_kda`.
         scale: factor on the output; `K ** -0.5` by default.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..problem import operations
-from ..problem.problem import GateName, NullIndex
+from ..problem.problem import GateName, NormGate, NullIndex
 from ..runtime.call import Dispatcher
 
 
@@ -26,6 +26,7 @@ def fused_kda_decode(
     output: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    output_activation: NormGate = "sigmoid",
     scale: float | None = None,
     gate: GateName | None = None,
     use_qk_l2norm_in_kernel: bool = True,
@@ -71,7 +72,8 @@ def fused_kda_decode(
             and written in place. A sequence's `W - 1` last inputs begin at place 0, or `num_accepted_tokens - 1`; places from
             0 on receive the last `W - 2` of them, then the call's tokens. `L` is `W - 1 + num_spec_tokens` or more. It may lie
             interleaved with `state` in one buffer; that the two do not overlap is for the caller to see to.
-        raw_g: `[N, HV, K]`, also flat or with a dimension of 1 before; float32 or dtype of x: the gate's input (see `gate`).
+        raw_g: `[N, HV, K]`, or `[N, HV]` for one decay of all channels, also flat or with a dimension of 1 before; float32 or
+            dtype of x: the gate's input (see `gate`).
         raw_beta: `[N, HV]`, or with a dimension of 1 before; float32 or dtype of x: the logit of the write strength.
         A_log: the gate's, as in `chunk_kda`.
         dt_bias: the gate's, as in `chunk_kda`.
@@ -87,6 +89,7 @@ def fused_kda_decode(
         output: `[N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), dtype of x or float32, written
             and returned instead of a new tensor. Must not share memory with an input.
         bias: `[D]`, float32 or dtype of x: the convolution's.
+        output_activation: the output gate's, `"sigmoid"` or `"silu"`, as in `gated_rms_norm`.
         scale: factor on the attention's output; `K ** -0.5` by default.
         gate: names the gate directly, as in `chunk_kda`: with `"none"` `raw_g` is the log decay.
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)`.
@@ -117,8 +120,8 @@ def fused_kda_decode(
         cu_seqlens, num_accepted_tokens, intermediate_states, intermediate_state_indices,
     )  # fmt: skip
     options = (
-        lower_bound, norm_eps, scale, gate, use_qk_l2norm_in_kernel, beta_is_logit, allow_neg_eigval, num_spec_tokens,
-        state_v_first, null_index, backend,
+        lower_bound, norm_eps, output_activation, scale, gate, use_qk_l2norm_in_kernel, beta_is_logit, allow_neg_eigval,
+        num_spec_tokens, state_v_first, null_index, backend,
     )  # fmt: skip
     return _dispatch(tensors, options)["o"]
 

@@ -43,6 +43,7 @@ from .problem import (
     PrefillGate,
     StepProblem,
     WyProblem,
+    gate_by_channel,
     is_record,
     problem_of,
     record_width,
@@ -208,11 +209,11 @@ def check_tokens(
     c.require("k", "B T H K", dtype)
     c.require("v", "B T HV V", dtype)
     check_heads(c, head_dims, pool)
-    c.require(g, "B T HV K", FLOAT32, dtype)
+    c.require(g, ("B T HV K", "B T HV"), FLOAT32, dtype)
     c.require(beta, "B T HV", FLOAT32, dtype)
     check_offsets(c, "q")
     c.check("A_log", ("HV", "1 1 HV 1"), FLOAT32, dtype)
-    c.check("dt_bias", ("HV*K", "HV K"), FLOAT32, dtype)
+    c.check("dt_bias", ("HV*K", "HV K") if getattr(c, g).dim() == 4 else "HV", FLOAT32, dtype)
 
 
 def check_heads(c: Arguments, head_dims: tuple[int, ...] = HEAD_DIMS, pool: str | None = None) -> None:
@@ -308,11 +309,9 @@ def check_gradients(c: Arguments, no_gradients: str | None) -> None:
 
 
 def attention_settings(c: Arguments, gate: str, logits: bool, g: str = "g") -> dict[str, Any]:
-    """The settings of attention. Brings parameters of the gate into the shape by head (and channel)."""
-    if c.A_log is not None and c.A_log.dim() == 4:
-        c.A_log = c.A_log.view(c.sizes["HV"])
-    if c.dt_bias is not None and c.dt_bias.dim() == 1:
-        c.dt_bias = c.dt_bias.view(getattr(c, g).shape[2:])
+    """The settings of attention. Brings the gate's input and parameters into the shape by head (and channel)."""
+    rows, c.A_log, c.dt_bias = gate_by_channel(c.sizes["K"], getattr(c, g), c.A_log, c.dt_bias)
+    setattr(c, g, rows)
     bound = float(c.lower_bound) if gate == "lower_bound" else 0.0
     beta = "value" if not logits else "double_logit" if c.allow_neg_eigval else "logit"
     settings = dict(scale=scale_of(c, c.q), gate=gate, lower_bound=bound, safe_gate=bound < 0, beta_kind=beta)
@@ -405,7 +404,7 @@ def validate_decode(c: Arguments) -> Made:
     tokens = c.sizes["1+num_spec_tokens"] = 1 + (c.num_spec_tokens or 0)
     if c.mixed_qkv is not None:
         c.require("mixed_qkv", "tokens D", *FLOATS)
-        split_rows(c, "mixed_qkv", pool, tokens, {"g": "HV*K", "beta": "HV"})
+        split_rows(c, "mixed_qkv", pool, tokens, {"g": ("HV*K", "HV"), "beta": ("HV",)})
     check_tokens(c, DECODE_HEAD_DIMS, pool=None if c.mixed_qkv is None else pool)
     T, dtype = c.q.shape[1], c.q.dtype
     if c.cu_seqlens is None:  # of packed sequences nothing is stored where there are more
@@ -462,9 +461,9 @@ def check_decode_options(c: Arguments) -> None:
         rule("num_accepted_tokens", c.num_accepted_tokens is None, counts, "a tensor")
 
 
-def split_rows(c: Arguments, name: str, pool: str, tokens: int, flat: Mapping[str, str]) -> None:
+def split_rows(c: Arguments, name: str, pool: str, tokens: int, flat: Mapping[str, tuple[str, ...]]) -> None:
     """Takes rows apart: c.q, c.k and c.v become views, with heads as the `pool` has them. Tensors that are `flat`, or by row,
-    become views in the same layout; `flat` has the elements of a token by name."""
+    become views in the same layout; `flat` has the elements that a token may have, by name."""
     mixed, states = getattr(c, name), getattr(c, pool)
     check_tensor(pool, states)
     rule(pool, states.dim() == 4, "of rank 4", shape_of(states))
@@ -481,7 +480,7 @@ def split_rows(c: Arguments, name: str, pool: str, tokens: int, flat: Mapping[st
     q, k, v = mixed.split([heads * K, heads * K, HV * V], dim=1)
     c.q, c.k, c.v = q.view(*leading, heads, K), k.view(*leading, heads, K), v.view(*leading, HV, V)
     c.sizes |= {"HV": HV, "K": K, "V": V}
-    for other, symbols in flat.items():
+    for other, symbols in ((other, symbols) for other, forms in flat.items() for symbols in forms):
         x, inner = getattr(c, other), symbols.replace("*", " ")
         if x is not None:
             check_tensor(other, x)
@@ -621,6 +620,7 @@ def validate_fused_decode(c: Arguments) -> Made:
     check_name("null_index", c.null_index, *NULL_INDICES)
     check_spec_tokens(c.num_spec_tokens)
     epsilon("norm_eps", c.norm_eps)
+    check_name("output_activation", c.output_activation, *NORM_GATES)
     c.use_gate_in_kernel = c.gate is None  # always, where the call names no other
     gate = check_gate(c, "beta_is_logit")
     c.needs("num_accepted_tokens", "num_spec_tokens")
@@ -630,7 +630,7 @@ def validate_fused_decode(c: Arguments) -> Made:
     spec = c.num_spec_tokens or 0
     c.sizes["1+num_spec_tokens"] = 1 + spec
     c.require("x", "tokens D", *FLOATS)
-    split_rows(c, "x", "state", 1 + spec, {"raw_g": "HV*K", "raw_beta": "HV", "output_gate": "HV*V"})
+    split_rows(c, "x", "state", 1 + spec, {"raw_g": ("HV*K", "HV"), "raw_beta": ("HV",), "output_gate": ("HV*V",)})
     check_tokens(c, FUSED_HEAD_DIMS, "raw_g", "raw_beta", "state")
     D, dtypes = c.sizes["D"], (FLOAT32, c.q.dtype)
     # three weights side by side, where q, k and v have as many channels

@@ -131,7 +131,8 @@ class ConvolutionTensors(SequenceTensors):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTensors(SequenceTensors):
-    """Tokens of Kimi Delta Attention. `A_log [HV]`, `dt_bias [HV, K]`."""
+    """Tokens of Kimi Delta Attention. `A_log [HV]`, `dt_bias [HV, K]`; of scalar decays g and `dt_bias` are views of one
+    channel."""
 
     q: Tensor
     k: Tensor
@@ -385,7 +386,8 @@ class ConvolutionProblem(SequenceProblem):
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem(SequenceProblem):
     """`beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
-    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. A gate without a `lower_bound` has 0."""
+    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. A gate without a `lower_bound` has 0.
+    `scalar_decay`: the channels of g are one (`gate_by_channel`)."""
 
     scale: float
     gate: str
@@ -400,6 +402,7 @@ class AttentionProblem(SequenceProblem):
     V: int = derived(lambda t: t.v.shape[3])
     g_dtype: torch.dtype = derived(lambda t: t.g.dtype)
     beta_dtype: torch.dtype = derived(lambda t: t.beta.dtype)
+    scalar_decay: bool = derived(lambda t: t.g.stride(-1) == 0)
     has_A_log: bool = derived(lambda t: t.A_log is not None)
     has_dt_bias: bool = derived(lambda t: t.dt_bias is not None)
 
@@ -537,9 +540,10 @@ class StepProblem(AttentionProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedProblem(StepProblem):
-    """A step of the layer: `taps` of the convolution, `eps` of the norm."""
+    """A step of the layer: `taps` of the convolution, `eps` of the norm, `output_activation` of its gate."""
 
     eps: float
+    output_activation: str
     taps: int = derived(lambda t: t.weight.shape[-1])
 
 
@@ -564,6 +568,20 @@ class CommitProblem(PoolProblem):
 def wider(dtype: torch.dtype) -> torch.dtype:
     """The dtype of results and states: float32, or float64 where tokens are in it."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gate_by_channel(
+    K: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gate's input and parameters in canonical shape, as views. Of scalar decays all K channels are one."""
+    HV = g.shape[2]
+    if g.dim() == 3:
+        g, dt_bias = (x if x is None else x[..., None].expand(*x.shape, K) for x in (g, dt_bias))
+    if A_log is not None and A_log.dim() == 4:
+        A_log = A_log.view(HV)
+    if dt_bias is not None and dt_bias.dim() == 1:
+        dt_bias = dt_bias.view(HV, K)
+    return g, A_log, dt_bias
 
 
 def record_width(K: int, V: int) -> int:

@@ -48,7 +48,9 @@ def fused_kda_decode(problem: FusedProblem, t: FusedTensors) -> tuple[Tensor, No
     step = replace(problem, dtype=dtype, output_dtype=dtype)
     o, _, _ = decode_kda(step, replace(t, q=q, k=k, v=v, state_indices=indices))
     outputs = NormTensors(x=o, z=t.z, weight=t.norm_weight)
-    norm = problem_of(NormProblem, outputs, operation="gated_rms_norm", activation="sigmoid", eps=problem.eps)
+    norm = problem_of(
+        NormProblem, outputs, operation="gated_rms_norm", activation=problem.output_activation, eps=problem.eps
+    )
     normed, _, _ = gated_rms_norm(replace(norm, output_dtype=problem.output_dtype), outputs)
     _roll(problem, t, live, slot, history, x.flatten(0, 1))
     null = (o == 0).all(-1, keepdim=True)  # whatever the gate of a null sequence holds

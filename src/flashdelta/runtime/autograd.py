@@ -14,13 +14,22 @@ from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend
 from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
-from ..problem.problem import BACKWARD, FAMILIES, AttentionProblem, Problem, Tensors, inputs_of, replaced
+from ..problem.problem import (
+    BACKWARD,
+    FAMILIES,
+    AttentionProblem,
+    Problem,
+    Tensors,
+    gate_by_channel,
+    inputs_of,
+    replaced,
+)
 from ..program.cache import Entry, LaunchCache
 
 KEPT = {"A": "Akk_inv", **{name: name for name in ("workspace", "h", "v_new", "packets", "segments")}}
 """Roles in the backward pass of what a forward leaves for it, and the names under which it does."""
 
-PARAMETERS = ("A_log", "dt_bias")
+GATE = ("g", "A_log", "dt_bias")
 """Inputs that a caller may pass in another shape than the canonical one."""
 
 OFFSETS = {"cu_seqlens": "cu_seqlens", "border": "cp_context"}
@@ -55,10 +64,8 @@ class Differentiable(Entry):
         """Inputs in canonical shapes."""
         named = dict(zip(self.inputs, inputs))
         if isinstance(self.problem, AttentionProblem):
-            shapes = (self.problem.HV,), (self.problem.HV, self.problem.K)
-            for role, shape in zip(PARAMETERS, shapes):
-                x = named.get(role)
-                named[role] = x if x is None else x.reshape(shape)
+            gate: Any = [named.get(role) for role in GATE]
+            named |= zip(GATE, gate_by_channel(self.problem.K, *gate))
         return FAMILIES[type(self.problem)](**named)
 
     def forward(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -133,9 +140,10 @@ class _Gradients(torch.autograd.Function):
         kept = {name: x.contiguous() for name, x in zip(names, saved[len(call.inputs) :]) if x is not None}
         found = dict(call.backward(inputs, grads, kept))
         for role, x in zip(call.inputs, inputs):
-            if role in PARAMETERS and role in found:
+            if role in GATE and role in found:
                 assert x is not None
-                found[role] = found[role].view(x.shape)
+                grad = found[role]
+                found[role] = (grad if grad.numel() == x.numel() else grad.sum(-1)).view(x.shape)
         return tuple(found.get(role) for role in call.inputs)
 
     @staticmethod

@@ -22,6 +22,7 @@ from .fused_decode import fused_kda_decode
 from .intra import intra
 from .launch import TILE, layout, prepare_inputs, prepare_wy_inputs, steps_layout
 from .prepare import prepare
+from .prepare_scalar import prepare_scalar
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence
 from .reverse import reverse
@@ -75,7 +76,7 @@ def in_steps(problem: ChunkProblem, transitions_at_once: int) -> bool:
 
 def may_go_in_steps(problem: ChunkProblem) -> bool:
     plain = not problem.return_intermediate_states and not problem.requires_grad
-    return plain and problem.g_dtype == torch.bfloat16 and problem.l2norm
+    return plain and problem.g_dtype == torch.bfloat16 and problem.l2norm and not problem.scalar_decay
 
 
 SHORT_TILES = 256
@@ -98,11 +99,12 @@ def in_one_launch(problem: ChunkProblem, device: torch.device) -> bool:
 
 def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
     """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
-    t, copies = prepare_inputs(t)
+    scalar = problem.scalar_decay and problem.operation == "chunk" and not problem.keeps
+    t, copies = prepare_inputs(portable.one_channel(t) if scalar else t)
     wanted = {**(steps_layout if steps else layout)(problem), **split_layout(problem, t.device, steps)}
     return StageSet(
         *(problem, t, copies, wanted, arch),
-        *(prepare_steps if steps else prepare, before_segments),
+        *(prepare_steps if steps else prepare_scalar if scalar else prepare, before_segments),
         functools.partial(outgoing, steps=steps),
         functools.partial(recurrence, steps=steps),
         *(reverse, wy, intra),

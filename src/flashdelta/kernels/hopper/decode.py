@@ -74,6 +74,7 @@ def decode_kernel(
     o_batch: gl.int64, o_token: gl.int64, o_head: gl.int64, first_ahead, past_ahead,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
     IN_PLACE: gl.constexpr, TWO_POOLS: gl.constexpr, NULL_GIVES_ZERO: gl.constexpr, OVERLAP: gl.constexpr,
+    SCALAR: gl.constexpr,
 ):  # fmt: skip
     """One warp, 16 value channels of the state (a tile) at a time:
 
@@ -128,7 +129,8 @@ def decode_kernel(
     g_s = gl.allocate_shared_memory(g.dtype.element_ty, [K], line_s)
     copy_async(q_s, q + key)
     copy_async(k_s, k + key)
-    copy_async(g_s, g + key)
+    if not SCALAR:
+        copy_async(g_s, g + key)
     async_copy.commit_group()
     state_s = gl.allocate_shared_memory(gl.bfloat16, [TILES, TILE, K], rows_s)
     copy_tiles(state_s, initial_state + slot * start_pitch, in_slot, read, TILES, TILE * K)
@@ -140,10 +142,13 @@ def decode_kernel(
     next_v = gl.load(v + value, volatile=True)
     write_beta = gl.load(beta)
     rate = decay_rate(A_log, head)
-    bias = head_bias(dt_bias, head, key, K)
+    bias = head_bias(dt_bias, head, key * 0 if SCALAR else key, 1 if SCALAR else K)
+    if SCALAR:
+        one_g = gl.load(g)
 
     async_copy.wait_group(TILES)
-    row_q, row_k, row_g = q_s.load(key_l).to(gl.float32), k_s.load(key_l).to(gl.float32), g_s.load(key_l).to(gl.float32)
+    row_q, row_k = q_s.load(key_l).to(gl.float32), k_s.load(key_l).to(gl.float32)
+    row_g = one_g.to(gl.float32) if SCALAR else g_s.load(key_l).to(gl.float32)
     write_beta = beta_of(write_beta.to(gl.float32), BETA)
     decay = gl.exp2(log2_decay(row_g + bias, rate, lower_bound, GATE))
     norm_q = scale
@@ -205,7 +210,8 @@ def decode(problem: StepProblem, t: StepTensors, arch: int, outputs: Outputs) ->
     """One token per sequence. None for few pairs of sequence and head, and where copies can't be asynchronous."""
     own = step_arguments(problem, t, outputs)
     many = problem.N * problem.HV > DECODE_FEW
-    if not many or not all(aligned(x, 16) for x in (t.q, t.k, t.g, own["initial_state"])):
+    rows = (t.q, t.k, own["initial_state"]) + (() if problem.scalar_decay else (t.g,))
+    if not many or not all(aligned(x, 16) for x in rows):
         return None
     BV = min(problem.V, 2048 // problem.K)
     ctas = problem.N * problem.HV * (problem.V // BV)

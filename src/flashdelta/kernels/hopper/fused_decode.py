@@ -83,19 +83,22 @@ def roll(window, kept, x, channel, place_stride, live):
 
 
 @gluon.jit
-def rows_of(v, weight, weight_channel, weight_tap, bias, value_channels, g, beta, z, A_log, dt_bias, head, K, W):
+def rows_of(
+    v, weight, weight_channel, weight_tap, bias, value_channels, g, beta, z, A_log, dt_bias, head, K, W, SCALAR
+):  # fmt: skip
     """Loads what lies in no slot, of a value head: input and filter of `v`, the gate's input, bias and rate, write strength,
     output gate. As it lies in memory: what is worked out here would wait for memory ahead of the loads that follow."""
     channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     of_v = head.to(gl.int32) * K + channel
     row_bias = 0.0
     rate = 0.0
+    of_g = channel * 0 if SCALAR else channel
     if dt_bias is not None:
-        row_bias = gl.load(dt_bias + of_v)
+        row_bias = gl.load(dt_bias + (head.to(gl.int32) + of_g if SCALAR else of_v))
     if A_log is not None:
         rate = gl.load(A_log + head)
     taps_v = filter_of(weight + of_v * weight_channel, bias, value_channels + of_v, weight_tap, W)
-    return gl.load(v + channel), taps_v, gl.load(g + channel), row_bias, rate, gl.load(beta), gl.load(z + channel)
+    return gl.load(v + channel), taps_v, gl.load(g + of_g), row_bias, rate, gl.load(beta), gl.load(z + channel)
 
 
 @gluon.jit
@@ -135,7 +138,7 @@ def fused_decode_kernel(
     z_batch: gl.int64, z_token: gl.int64, z_head: gl.int64, o_batch: gl.int64, o_token: gl.int64, o_head: gl.int64,
     first_ahead, past_ahead,
     K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr, CHANNELS: gl.constexpr,
-    GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
+    GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr, SCALAR: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """`K = V` channels, as many threads. For each of `GROUP` value heads, 32 rows of the state at a time:
 
@@ -207,7 +210,7 @@ def fused_decode_kernel(
     filters_q = weight + of_q * weight_channel
     filters_v = (weight + value_taps, weight_channel, weight_tap, bias, value_channels)
     kept_v = window_of(windows + in_v, channel, conv_place, guessed, W)
-    own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W)
+    own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W, SCALAR)
     norm_of = gl.load(norm_weight + channel)
     taps_q = filter_of(filters_q, bias, of_q, weight_tap, W)
     taps_k = filter_of(filters_q + key_taps, bias, of_q + key_channels, weight_tap, W)
@@ -230,7 +233,7 @@ def fused_decode_kernel(
         kept_k = window_of(windows + in_k, channel, conv_place, live, W)
         kept_v = window_of(windows + in_v, channel, conv_place, live, W)
         # as it is; else ptxas works on it, and waits for it, ahead of the copies
-        own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W)
+        own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W, SCALAR)
     initial_state += slot * start_pitch
     final_state += slot * target_pitch
 
@@ -251,6 +254,8 @@ def fused_decode_kernel(
         row_q, row_k, decay = q_s.load(key_l), k_s.load(key_l), decay_s.load(key_l)[None, :]
         roll(to_v, kept_v, own_v, channel, conv_place, live)
         scaling = norm_of.to(gl.float32) * sigmoid(gate.to(gl.float32))
+        if ACTIVATION == "silu":
+            scaling *= gate.to(gl.float32)
         write_beta = beta_of(write_beta.to(gl.float32), BETA)
         if GROUP > 1:
             # of the next head, whose rows come while this one's state is worked on; after the last one in vain
@@ -258,7 +263,7 @@ def fused_decode_kernel(
             to_next = windows + placed(of_v + value_channels + after * V, conv_channel, CHANNELS)
             kept_v = window_of(to_next, channel, conv_place, live, W)
             rows = (g + after * g_head, beta + after * beta_head, z + after * z_head)
-            own = rows_of(v + after * v_head, *filters_v, *rows, A_log, dt_bias, head + after, K, W)
+            own = rows_of(v + after * v_head, *filters_v, *rows, A_log, dt_bias, head + after, K, W, SCALAR)
         norm_q = scale
         norm_k = 1.0
         overlap = gl.sum(row_q * row_k, axis=0)

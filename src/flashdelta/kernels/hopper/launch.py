@@ -58,9 +58,9 @@ def work_tiles(problem: ChunkProblem) -> int:
 
 def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
     """Lays out inputs so that the kernels can read them."""
-    t, of_beta = laid_out(t, ("beta",), lambda x: near(x, 1))
+    t, of_beta = laid_out(t, ("beta", "g"), lambda x: x.dim() == 4 or near(x, 1))
     t, others = laid_out(t, (*portable.DENSE, *portable.DENSE_TOO["chunk"]))
-    t, of_rows = read(t, portable.ROWS, aligned)
+    t, of_rows = read(t, portable.ROWS, lambda x: x.dim() == 3 or aligned(x))
     return t, of_beta + others + of_rows
 
 
@@ -100,7 +100,8 @@ def may_begin_afresh(problem: ChunkProblem) -> bool:
     own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1 or problem.operation != "chunk"
     inside = problem.return_intermediate_states or problem.checkpoints > 0 or problem.checkpoint_every > 0
     # with unbounded gates `prepare_steps` would spill
-    return problem.K == 128 and problem.split == AUTO and problem.safe_gate and not own and not inside
+    prepared = problem.K == 128 and problem.safe_gate and not problem.scalar_decay
+    return prepared and problem.split == AUTO and not own and not inside
 
 
 def parts(problem: ChunkProblem, device: torch.device) -> int:

@@ -217,7 +217,7 @@ def verify_kernel(
     beta_batch: gl.int64, beta_token: gl.int64, beta_head: gl.int64,
     o_batch: gl.int64, o_token: gl.int64, o_head: gl.int64,
     K: gl.constexpr, V: gl.constexpr, TOKENS: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr,
-    L2NORM: gl.constexpr, NULL_GIVES_ZERO: gl.constexpr, ONE_MORE: gl.constexpr,
+    L2NORM: gl.constexpr, NULL_GIVES_ZERO: gl.constexpr, ONE_MORE: gl.constexpr, SCALAR: gl.constexpr,
 ):  # fmt: skip
     """At most `TOKENS` tokens per sequence, in `V / 32` warps. With `T = TOKENS`, and k above q in rows `2 t` and `2 t + 1`:
 
@@ -282,7 +282,8 @@ def verify_kernel(
     token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, row_l))
     key = gl.arange(0, K, layout=gl.SliceLayout(0, row_l))
     tile = (token < count)[:, None] & (key >= 0)[None, :]
-    tile_g = gl.load(g + token[:, None] * g_token + key[None, :], mask=tile, other=0.0)
+    of_g = key * 0 if SCALAR else key
+    tile_g = gl.load(g + token[:, None] * g_token + of_g[None, :], mask=tile, other=0.0)
     tile_k = gl.load(k + token[:, None] * k_token + key[None, :], mask=tile, other=0.0)
     tile_q = gl.load(q + token[:, None] * q_token + key[None, :], mask=tile, other=0.0)
     own = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, norm_l))
@@ -297,7 +298,7 @@ def verify_kernel(
     tile_v = gl.load(v + nth[None, :] * v_token + value[:, None], mask=stored, other=0.0)
     if ONE_MORE:
         more = count > TOKENS
-        more_g = load_row(g + TOKENS * g_token, key, more)
+        more_g = load_row(g + TOKENS * g_token, of_g, more)
         more_k = load_row(k + TOKENS * k_token, key, more)
         more_q = load_row(q + TOKENS * q_token, key, more)
         more_own_k = load_row(k + TOKENS * k_token, channel, more)
@@ -307,7 +308,7 @@ def verify_kernel(
     rate = decay_rate(A_log, head)
     bias = gl.zeros([K], gl.float32, layout=gl.SliceLayout(0, row_l))
     if dt_bias is not None:
-        bias = gl.load(dt_bias + head * K + key).to(gl.float32)
+        bias = gl.load(dt_bias + head * (1 if SCALAR else K) + of_g).to(gl.float32)
     records, recorded = open_record(
         *(records, starts, targets, n, head, slot, count, slice_),
         *(start_row, target_row, target_pitch, lowest, start_slots, target_slots),

@@ -136,9 +136,9 @@ class ByHead:
 
 def finish(problem: ChunkProblem, t: ChunkTensors, heads: ByHead, outputs: Outputs) -> list[Launch]:
     """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
+    shapes = {"A_log": (problem.HV,), "dt_bias": (problem.HV, problem.K)}
     for name in heads.parameters():
-        given = getattr(t, name)
-        outputs[name] = t.memory.new(given.shape, given.dtype)
+        outputs[name] = t.memory.new(shapes[name], getattr(t, name).dtype)
     if problem.group > 1:
         for name in ("q", "k"):
             outputs[name] = t.memory.new((problem.B, problem.T, problem.H, problem.K), problem.dtype)

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,13 @@ from ...problem.problem import (
     NormProblem,
     Problem,
     Tensors,
+    replaced,
 )
 from ...program.launch import Launch
 from ...program.workspace import Layout
 from .copy import T, laid_out, read
+
+A = TypeVar("A", bound=AttentionTensors)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ SMALL = Config(num_warps=4)
 FIELDS = {
     **dict(C="chunk_size", GATE="gate", BETA="beta_kind", L2NORM="l2norm", SAFE="safe_gate", V_FIRST="state_v_first"),
     **dict(GROUP="group", W="taps", L="state_length", chunk_slots="slots", lowest="lowest_index"),
+    **dict(SCALAR="scalar_decay", ACTIVATION="output_activation"),
 }
 """Kernels' own names for fields of a problem."""
 
@@ -193,14 +197,21 @@ ROWS = ("q", "k", "v", "g", "do")
 def prepare_inputs(problem: Problem, t: T) -> tuple[T, list[Launch]]:
     """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
     pool in place; `decode` reads indices of any strides too."""
+    if isinstance(problem, AttentionProblem) and isinstance(t, AttentionTensors) and problem.scalar_decay:
+        t = one_channel(t)
     t, copies = laid_out(t, (*DENSE, *DENSE_TOO.get(problem.operation, ("initial_state",))))
     if isinstance(problem, (ConvolutionProblem, NormProblem)):
         t, of_rows = laid_out(t, ("x", "z", "do"), has_rows)
     else:
         t, gates = laid_out(t, ("z",), has_rows)
-        t, of_rows = read(t, ROWS, lambda x: x.stride(-1) == 1)
+        t, of_rows = read(t, ROWS, lambda x: x.dim() == 3 or x.stride(-1) == 1)
         of_rows = gates + of_rows
     return t, copies + of_rows
+
+
+def one_channel(t: A) -> A:
+    """With `g [B, T, HV]` and `dt_bias [HV]` of scalar decays."""
+    return replaced(t, g=t.g[..., 0], dt_bias=None if t.dt_bias is None else t.dt_bias[:, 0])
 
 
 def has_rows(x: Tensor) -> bool:

@@ -61,10 +61,10 @@ def store_tile(states, at, state, stored, STREAM):
 
 
 @triton.jit
-def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, key):
-    """Token `t` as it lies in memory: rows of q, k, g `[K]`, and beta. Zeros if it is not `there`."""
+def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, key, channel):
+    """Token `t` as it lies in memory: rows of q, k, g `[K]`, and beta. Zeros if it is not `there`. `channel`: those of g."""
     rows = (load_row(q + t * q_token, key, there), load_row(k + t * k_token, key, there))
-    return rows + (load_row(g + t * g_token, key, there), tl.load(beta + t * beta_token, mask=there, other=0.0))
+    return rows + (load_row(g + t * g_token, channel, there), tl.load(beta + t * beta_token, mask=there, other=0.0))
 
 
 @triton.jit
@@ -127,6 +127,7 @@ def decode_kernel(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SINGLE: tl.constexpr, STREAM: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, V_FIRST: tl.constexpr, EACH: tl.constexpr,
     IN_PLACE: tl.constexpr, TWO_POOLS: tl.constexpr, NULL_GIVES_ZERO: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALAR: tl.constexpr,
 ):  # fmt: skip
     """`S <- diag(exp(g_t)) S + beta_t k_t (v_t - k_t^T diag(exp(g_t)) S)`, `o_t = scale q_t^T S`.
 
@@ -146,6 +147,7 @@ def decode_kernel(
     v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, 0, head)
     beta, o = at_token((beta, o), (beta_batch, beta_token, beta_head, o_batch, o_token, o_head), batch, 0, head)
     key = tl.arange(0, K)
+    channel = key * 0 if SCALAR else key
     value = slice_ * BV + tl.arange(0, BV)
     if not V_FIRST:
         value = tl.max_contiguous(value, min(CHANNELS_A_THREAD, BV))
@@ -154,9 +156,9 @@ def decode_kernel(
         *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
         *(most_tokens, lowest, start_slots, target_slots, TWO_POOLS),
     )
-    rows = load_token(q, k, g, beta, begin, there, q_token, k_token, g_token, beta_token, key)
+    rows = load_token(q, k, g, beta, begin, there, q_token, k_token, g_token, beta_token, key, channel)
     rate = decay_rate(A_log, head)
-    bias = head_bias(dt_bias, head, key, K)
+    bias = head_bias(dt_bias, head, channel, 1 if SCALAR else K)
     in_slot = state_offsets(0, value, key, K, V, V_FIRST)
     state = load_tile(initial_state + (slot * start_pitch + head * (K * V)), in_slot, read, STREAM)
     row_v = load_row(v + begin * v_token, value, there)
@@ -190,7 +192,7 @@ def decode_kernel(
                 store_tile(final_state, state_at, state, (live & named).to(tl.int32), STREAM)
             more = t + 1 < end
             if more:
-                rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
+                rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key, channel)
                 row_v = load_row(v + (t + 1) * v_token, value, more)
                 token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
                 state, out, _ = step(state, row_v, token)

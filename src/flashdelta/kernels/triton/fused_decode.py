@@ -5,7 +5,7 @@ Contract (`reference.fused_decode` is the definition):
 
     q, k, v = silu(bias + sum_j weight[j] x[t - (W - 1) + j])
     S_t, o_t = decode(S_(t-1), q, k, v, g, beta)
-    y_t      = o_t / sqrt(mean(o_t^2) + eps) * norm_weight * sigmoid(z_t)
+    y_t      = o_t / sqrt(mean(o_t^2) + eps) * norm_weight * sigmoid(z_t) (or silu)
 
 So no CTA reads what another one writes. The windows of q and k, which value heads of a group share, are read and written by one
 CTA, which writes them when it has read them for the last time; so are those of v, as the norm needs all channels of a head
@@ -140,12 +140,14 @@ def joined(rows):
 
 
 @triton.jit
-def store_normed(o, out, norm_weight, z, live, eps, V):
+def store_normed(o, out, norm_weight, z, live, eps, V, ACTIVATION):
     """Stores the gated norm of a row `out [V]`, zeros for a null sequence."""
     value = tl.arange(0, V)
     out = part(out, 0, V)
     row_z = tl.load(z + value).to(tl.float32)
     weight = tl.load(norm_weight + value).to(tl.float32)
+    if ACTIVATION == "silu":
+        weight *= row_z
     norm = 1.0 / tl.sqrt(tl.sum(summand(out, out)) / V + eps)
     y = tl.where(everywhere(value, live), out * norm * weight * sigmoid(row_z), 0.0)
     tl.store(o + value, y.to(o.dtype.element_ty))
@@ -166,6 +168,7 @@ def fused_decode_kernel(
     K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
     CHANNELS: tl.constexpr, SINGLE: tl.constexpr, STREAM: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
     L2NORM: tl.constexpr, V_FIRST: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALAR: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """`SINGLE`: one token per sequence. `EACH`: 0 for the state after the last token in place, 1 for those after each in slots
     of a pool, 3 for what each changes in rows of a buffer. Channels of k and v come `key_channels` and `value_channels`
@@ -178,6 +181,7 @@ def fused_decode_kernel(
     there = begin < end
     length = (end - begin).to(tl.int32)
     key = tl.arange(0, K)
+    channel = key * 0 if SCALAR else key
     value = tl.arange(0, V)
     BV: tl.constexpr = V // TILES
     PITCH: tl.constexpr = BV * K if V_FIRST else BV
@@ -222,12 +226,12 @@ def fused_decode_kernel(
         b_v = None
         if bias is not None:
             b_v = bias + value_channels + of_v
-        gates = g + batch * g_batch + head * g_head + begin * g_token + key
+        gates = g + batch * g_batch + head * g_head + begin * g_token + channel
         betas = beta + batch * beta_batch + head * beta_head + begin * beta_token
         output_gates = z + batch * z_batch + head * z_head + begin * z_token
         outputs = o + batch * o_batch + head * o_head + begin * o_token
         rate = decay_rate(A_log, head)
-        shift = head_bias(dt_bias, head, key, K)
+        shift = head_bias(dt_bias, head, channel, 1 if SCALAR else K)
         if EACH == 3:
             states, has_row = open_record(
                 *(final_state, starts, targets, n, head, own_row, tl.where(there, length, 0), 0),
@@ -253,7 +257,7 @@ def fused_decode_kernel(
                 outs = outs + (out,)
                 store_tile(states + slot * target_pitch + i * PITCH, in_tile, tile, live.to(tl.int32), STREAM)
             out = joined(outs)
-            store_normed(outputs, out, norm_weight, output_gates, live, eps, V)
+            store_normed(outputs, out, norm_weight, output_gates, live, eps, V, ACTIVATION)
             tl.debug_barrier()  # all threads have read the windows
             roll_one(to_v, window_v, conv_place, live, V, W)
             if member == GROUP - 1:
@@ -283,7 +287,9 @@ def fused_decode_kernel(
                     for i in tl.static_range(TILES):
                         of_tile = i * (V // TILES) + tl.arange(0, V // TILES)
                         record(states + t * target_step, has_row & live, i, key, of_tile, token, written[i], K)
-                store_normed(outputs + t * o_token, out, norm_weight, output_gates + t * z_token, live, eps, V)
+                store_normed(
+                    outputs + t * o_token, out, norm_weight, output_gates + t * z_token, live, eps, V, ACTIVATION
+                )
             if not EACH:
                 store_tiles(states + slot * target_pitch, state, key, live.to(tl.int32), K, V, V_FIRST, STREAM)
             roll(x_v, to_v, from_v, length, v_token, conv_place, live, V, W)

@@ -93,7 +93,7 @@ def intra_kernel(
     k_batch: tl.int64, k_token: tl.int64, k_head: tl.int64, g_batch: tl.int64, g_token: tl.int64, g_head: tl.int64,
     beta_batch: tl.int64, beta_token: tl.int64, beta_head: tl.int64,
     C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, SAFE: tl.constexpr, BETA: tl.constexpr,
-    L2NORM: tl.constexpr, PRECISION: tl.constexpr,
+    L2NORM: tl.constexpr, PRECISION: tl.constexpr, SCALAR: tl.constexpr,
 ):  # fmt: skip
     """`dq_i += sum_j dAqk_ij k_j E_ij` and all else of the stage's contract.
 
@@ -132,7 +132,9 @@ def intra_kernel(
     dbeta = tl.load(grad_beta + (batch * T + start + row) * HV + head, mask=valid, other=0.0)
     for s in tl.range(0, K, BK, num_stages=1):
         column = s + tl.arange(0, BK)
-        x, high, low = chunk_decays(g, dt_bias, i * g_token, column, valid, head, rate, lower_bound, K, GATE)
+        of_g = column * 0 if SCALAR else column
+        channels: tl.constexpr = 1 if SCALAR else K
+        x, high, low = chunk_decays(g, dt_bias, i * g_token, of_g, valid, head, rate, lower_bound, channels, GATE)
         tile_q = tl.load(q + i * q_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         tile_k = tl.load(k + i * k_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         tile_q *= norm_q[:, None]

@@ -183,7 +183,7 @@ def prepare_kernel(
     beta_batch: tl.int64, beta_token: tl.int64, beta_head: tl.int64,
     v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
-    L2NORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    L2NORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SCALAR: tl.constexpr,
 ):  # fmt: skip
     """`w = (I + Akk)^-1 diag(beta) (k exp(G))`, and all else of the stage's contract, by chunk slot: `w, qg, kg [S, HV, C, K]`,
     `inverse, Aqk, Akk_inv [S, HV, C, C]`, `u [S, HV, C, V]`, `decay [S, HV, K]`."""
@@ -242,10 +242,11 @@ def prepare_kernel(
     for s in tl.range(0, K, BK, num_stages=STAGES):
         channel = s + tl.arange(0, BK)[None, None, :]
         here = token * K + channel
+        of_g = channel * 0 if SCALAR else channel
         bias = 0.0
         if dt_bias is not None:
-            bias = tl.load(dt_bias + head * K + channel).to(tl.float32)
-        x = tl.load(g + token * g_token + channel, mask=valid, other=0.0).to(tl.float32)
+            bias = tl.load(dt_bias + head * (1 if SCALAR else K) + of_g).to(tl.float32)
+        x = tl.load(g + token * g_token + of_g, mask=valid, other=0.0).to(tl.float32)
         tile_k = tl.load(k + token * k_token + channel, mask=valid, other=0.0).to(tl.float32) * norm_k
         tile_q = tl.load(q + token * q_token + channel, mask=valid, other=0.0).to(tl.float32) * norm_q
         qk_diagonal += tl.sum(tile_q * tile_k, axis=2)

@@ -322,7 +322,7 @@ def prepare_mma_kernel(
 
 def by_mma(problem: ChunkProblem, t: ChunkTensors) -> bool:
     """Says whether `prepare_mma` runs, which spares `prepare`'s products by level."""
-    fits = problem.safe_gate and problem.chunk_size == 64 and problem.K in (64, 128)
+    fits = problem.safe_gate and not problem.scalar_decay and problem.chunk_size == 64 and problem.K in (64, 128)
     return fits and all([x.dtype == torch.bfloat16 and aligned(x) for x in (t.q, t.k, t.g)])
 
 

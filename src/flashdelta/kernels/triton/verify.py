@@ -166,6 +166,7 @@ def verify_kernel(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, MMA16: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr,
     V_FIRST: tl.constexpr, NULL_GIVES_ZERO: tl.constexpr, OVERLAP: tl.constexpr, ONE_MORE: tl.constexpr,
+    SCALAR: tl.constexpr,
 ):  # fmt: skip
     """At most `TOKENS` tokens per sequence, and `ONE_MORE`. Tiles of an MMA have at least 16 channels, those of them that do
     not exist are zeros.
@@ -183,6 +184,7 @@ def verify_kernel(
     v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, begin, head)
     beta, o = at_token((beta, o), (beta_batch, beta_token, beta_head, o_batch, o_token, o_head), batch, begin, head)
     key = tl.max_contiguous(tl.arange(0, BK), 4)
+    channel = key * 0 if SCALAR else key
     of_key = (key < K) if K < BK else key >= 0
 
     slot, live, read = start_slot(
@@ -199,7 +201,7 @@ def verify_kernel(
     rate = decay_rate(A_log, head)
     bias = tl.zeros([BK], tl.float32)
     if dt_bias is not None:
-        bias = tl.load(dt_bias + head * K + key, mask=of_key, other=0.0).to(tl.float32)
+        bias = tl.load(dt_bias + head * (1 if SCALAR else K) + channel, mask=of_key, other=0.0).to(tl.float32)
     recorded = has_row & (slice_ == 0)
 
     token = tl.arange(0, TOKENS)
@@ -216,14 +218,14 @@ def verify_kernel(
         at_key = everywhere(key, count > TOKENS) & of_key
         more_k = tl.load(k + TOKENS * k_token + key, mask=at_key, other=0.0).to(tl.float32)
         more_q = tl.load(q + TOKENS * q_token + key, mask=at_key, other=0.0).to(tl.float32)
-        more_g = tl.load(g + TOKENS * g_token + key, mask=at_key, other=0.0).to(tl.float32)
+        more_g = tl.load(g + TOKENS * g_token + channel, mask=at_key, other=0.0).to(tl.float32)
         more_beta = tl.load(beta + TOKENS * beta_token, mask=count > TOKENS, other=0.0).to(tl.float32)
         more_exp_g = tl.exp2(log2_decay(more_g + bias, rate, lower_bound, GATE))
         in_record = TOKENS * target_step + key
         store_decay_and_key(records, in_record, everywhere(key, recorded) & at_key, more_exp_g, more_k, K)
 
     if GATE == "lower_bound":
-        x = tl.load(g + token[:, None] * g_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
+        x = tl.load(g + token[:, None] * g_token + channel[None, :], mask=tile, other=0.0).to(tl.float32)
         exp_g = tl.exp2(log2_decay(x + bias[None, :], rate, lower_bound, GATE))
         in_records = token.to(tl.int64)[:, None] * target_step + key[None, :]
         store_decay_and_key(records, in_records, everywhere(in_records, recorded) & tile, exp_g, tile_k, K)
@@ -242,7 +244,7 @@ def verify_kernel(
         since = tl.full([BK], AHEAD, tl.float32)
         next_k = tl.load(k + key, mask=everywhere(key, there) & of_key, other=0.0)
         next_q = tl.load(q + key, mask=everywhere(key, there) & of_key, other=0.0)
-        next_g = tl.load(g + key, mask=everywhere(key, there) & of_key, other=0.0)
+        next_g = tl.load(g + channel, mask=everywhere(key, there) & of_key, other=0.0)
         for t in range(0, tl.minimum(count, TOKENS) if ONE_MORE else count):
             row_k, row_q, row_g = next_k.to(tl.float32), next_q.to(tl.float32), next_g.to(tl.float32)
             k += k_token
@@ -251,7 +253,7 @@ def verify_kernel(
             more = everywhere(key, t + 1 < count) & of_key
             next_k = tl.load(k + key, mask=more, other=0.0)
             next_q = tl.load(q + key, mask=more, other=0.0)
-            next_g = tl.load(g + key, mask=more, other=0.0)
+            next_g = tl.load(g + channel, mask=more, other=0.0)
             exp_g = tl.exp2(log2_decay(row_g + bias, rate, lower_bound, GATE))
             store_decay_and_key(records + t * target_step, key, everywhere(key, recorded) & of_key, exp_g, row_k, K)
             since *= exp_g

@@ -165,7 +165,7 @@ def wy_kernel(
     beta_batch: tl.int64, beta_token: tl.int64, beta_head: tl.int64,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
     BETA: tl.constexpr, L2NORM: tl.constexpr, BY_TOKEN: tl.constexpr, V_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SCALAR: tl.constexpr,
 ):  # fmt: skip
     """`dAkk = -Akk_inv^T dAkk_inv Akk_inv^T`, and all else of the stage's contract.
 
@@ -245,7 +245,11 @@ def wy_kernel(
         column = s + tl.arange(0, BK)
         tile_q = load_rows(q, row[:, None] * q_token, column, valid)
         tile_k = load_rows(k, row[:, None] * k_token, column, valid)
-        first, second = load_decays(g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K, GATE)
+        of_g = column * 0 if SCALAR else column
+        channels: tl.constexpr = 1 if SCALAR else K
+        first, second = load_decays(
+            g, dt_bias, g_token, of_g, row, valid, count, head, rate, lower_bound, channels, GATE
+        )
         if HELD:
             in_state = state_offsets(0, value, column, K, V, V_FIRST)
             before = tl.load(h + in_state).to(dtype)

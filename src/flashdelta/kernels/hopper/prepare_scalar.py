@@ -1,0 +1,318 @@
+"""Stage `prepare` for one decay per row and value head. One CTA of 4 warps per (chunk, value head).
+
+Contract: as `prepare.py`, with g `[B, T, HV]`, any decays. With G the sums of log decays from the chunk's start, the gate and
+the L2 norm are factors of rows, and keys and queries enter products as they come:
+
+    A   = strict_lower(beta_i nk_i nk_j <k_i, k_j> exp(G_i - G_j))      nk = 1 / |k|
+    Aqk = lower(nq_i nk_j <q_i, k_j> exp(G_i - G_j))                    nq = scale / |q|
+
+No exponent is above 0, so no pair needs a reference between its rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from ...program.launch import Launch
+from ..shared.gates import decay_rate
+from ..shared.gluon.compat import barrier, copy_async, reinterpret
+from ..shared.gluon.math import (
+    LOWEST,
+    beta_value,
+    column_halves,
+    exp2,
+    gate,
+    gate_bias,
+    gate_unit,
+    hidden_zero,
+    log2,
+    round_pairs,
+    split_high_low,
+    wide,
+    widen,
+)
+from ..shared.gluon.steps import (
+    ACC_HALF,
+    FLAT,
+    ROWS,
+    SQUARE,
+    STEP,
+    TILE,
+    add,
+    block_inverses,
+    pair_norm_factors,
+    step_inverses,
+)
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import StageCall, bind, chunks, stride_div8
+from .device.layouts import ACC, LEFT, beside, store_tile
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first
+from .device.wgmma import mma3
+from .launch import FLAGS, overlaps_prepare
+from .prepare import weighted
+from .prepare_steps import own_step, upper_lower
+from .segments import SPLIT_COSTS, plan_segments, room
+
+LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+"""A value of each of 64 rows; every warp has all."""
+
+LEFT_HALF = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC_HALF.value, k_width=2))
+"""`LEFT` of a product `[64, 32]`."""
+
+HALF_TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 32], gl.bfloat16))
+"""Two tiles `[64, 32]`: the high and the low parts of a matrix."""
+
+
+@gluon.jit
+def copy_tokens(shared, x, x_token, count):
+    """Starts the copy of 64 rows, all channels, to `shared [halves * 64, 64]`. Zeros from `count` on."""
+    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
+    # one address for both halves of a row
+    at = x + (row % 64) * (x_token * 8) + row // 64 * 64
+    copy_async(shared, at[:, None] + column[None, :], mask=(row % 64 < count)[:, None])
+
+
+@gluon.jit
+def row_factors(rows, L2NORM):
+    """`1 / sqrt(sum x^2 + eps)` of 64 rows, or 1."""
+    parts = reinterpret(rows, gl.bfloat16, [rows.shape[0] // 64, 64, 64], TILE)
+    factor = pair_norm_factors(parts, 1.0, True, L2NORM)
+    return gl.convert_layout(factor.reshape([64]), gl.SliceLayout(1, ACC), assert_trivial=True)
+
+
+@gluon.jit
+def scaled(x, high, low):
+    """`x (high + low)` in bf16, rounded once: two at a time, a quarter of the instructions that float32 takes."""
+    asm: gl.constexpr = "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, high, low], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def store_scaled(tiles, rows, factor):
+    """The rows times their factors, by halves of the channels."""
+    high = factor.to(gl.bfloat16)
+    low = (factor - high.to(gl.float32)).to(gl.bfloat16)
+    for h in gl.static_range(rows.shape[0] // 64):
+        x = gl.convert_layout(rows.slice(64 * h, 64).load(LEFT), ACC, assert_trivial=True)
+        store_tile(tiles + h * 4096, scaled(x, high[:, None], low[:, None]), 0)
+
+
+@gluon.jit
+def store_parts(parts_s, x):
+    """`x [64, 32]` as two bf16 tiles, its high and its low part, to `parts_s [128, 32]`; gives these parts, too."""
+    high, low = split_high_low(x)
+    parts_s.reshape([2, 64, 32]).store(gl.join(high, low).permute((2, 0, 1)))
+    return left_half(high), left_half(low)
+
+
+@gluon.jit
+def round_sums(x):
+    """`x [64, 64]` in bf16. Rows get what rounding took from the rows 8 before them: the state sums over rows, and where keys
+    repeat rounding is most of its error."""
+    upper, lower = upper_lower(x.reshape([4, 16, 64]))
+    high = round_pairs(upper)
+    lower = round_pairs(lower + (upper - widen(high)))
+    return gl.convert_layout(
+        gl.join(high, lower).permute((0, 3, 1, 2)).reshape([64, 64]), x.type.layout, assert_trivial=True
+    )
+
+
+@gluon.jit
+def left_half(x):
+    return gl.convert_layout(x, LEFT_HALF, assert_trivial=True)
+
+
+@gluon.jit
+def inverse(minus_A, blocks_s, X_s, A_s, first_s):
+    """`(I + A)^-1 = [[I_0, 0], [-I_1 A_10 I_0, I_1]]` with the inverses I_0, I_1 of both blocks of 32 rows, by columns
+    `[64, 32]`. Products of a high and a low bf16 each, without low times low."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
+    zero = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
+    below, _ = column_halves(minus_A, ACC_HALF)
+    store_parts(A_s, below)
+    X_s.reshape([4, 16, 32]).store(block_inverses(own_step(minus_A, row), blocks_s))
+    left, right = step_inverses(X_s)
+    own = gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
+    high, low = store_parts(first_s, own)
+    fence_async_shared()
+    n = mma3(high, low, A_s.slice(32, 32), A_s.slice(96, 32), zero, False)
+    n, high, low = warpgroup_mma_wait(0, deps=[n, high, low])
+    high, low = split_high_low(n)
+    high = left_half(high)
+    low = left_half(low)
+    below = mma3(high, low, first_s.slice(0, 32), first_s.slice(64, 32), zero, False)
+    below, high, low = warpgroup_mma_wait(0, deps=[below, high, low])
+    return beside(gl.where(row < 32, own, below), gl.where(row < 32, 0.0, own), ACC)
+
+
+@gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
+def prepare_scalar_kernel(
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
+    tiles, decay, semaphores, first_segment, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
+    q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
+    g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
+    room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
+    K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
+    FLAGS: gl.constexpr, COSTS: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
+    """One chunk and value head; * goes to memory:
+
+    k, q [64, K]      by cp.async; meanwhile G [64]                   * decay = exp(G_C), for every channel
+    k k^T, q k^T      wgmma; meanwhile the rows' norms                * qg = nq exp(G) q
+    -A, Aqk [64, 64]  their pairs times exp(G_i - G_j)                * Aqk
+    inverse [64, 64]  of 32 rows as in `prepare_steps.py`; wgmma      * inverse, kg = nk exp(G_C - G) k
+    -w [64, K]        wgmma: inverse (nk exp(G)), in two parts, by k  * -w
+    """
+    KH: gl.constexpr = K // 64
+    row_l: gl.constexpr = gl.SliceLayout(1, ACC)
+    column_l: gl.constexpr = gl.SliceLayout(0, ACC)
+    head, slot, tile = last_chunks_first(HV, False)
+    if OVERLAPS:
+        gdc_launch_dependents()
+    if first_segment is not None:
+        # as in `prepare_kernel`
+        plans = gl.program_id(0) == 0
+        if plans:
+            plan_segments(
+                *(cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints),
+                *(room, split, batch_invariant, COSTS),
+            )
+            return
+    if tile == 0:
+        # `recurrence` counts up from zero
+        flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(semaphores + flag, flag * 0)
+    batch, start, count, _ = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
+    if count <= 0:
+        return
+    batch = batch.to(gl.int32)
+    start = start.to(gl.int32)
+    count = gl.minimum(count, 64).to(gl.int32)
+    qk_head = head
+    if group > 1:
+        qk_head = head // group
+    # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
+    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
+    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
+    g += wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)
+    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    chunk = tile.to(gl.int64)
+    tiles += chunk * ((3 * KH + 2) * 4096)
+    decay += chunk * K
+
+    keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    blocks_s = gl.allocate_shared_memory(gl.float32, [64, 16], SQUARE)
+    X_s = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
+    A_s = gl.allocate_shared_memory(gl.bfloat16, [128, 32], HALF_TILE)
+    # log2 decays from the start, by row; factors of columns
+    G_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    to_end_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    beta_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    w_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    norm_q_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+
+    line = gl.arange(0, 64, layout=LINE)
+    row = gl.arange(0, 64, layout=row_l)
+    copy_tokens(keys, k, k_token, count)
+    copy_tokens(queries, q, q_token, count)
+    async_copy.commit_group()
+    # ptxas would have the copies wait for these loads and what is made of them
+    barrier()
+    rate = decay_rate(A_log, head, volatile=True)
+    bias = 0.0
+    if dt_bias is not None:
+        bias = gate_bias(gl.load(dt_bias + head, volatile=True).to(gl.float32), rate, GATE)
+    x = gl.load(g + line * g_token, mask=line < count, other=0.0, volatile=True).to(gl.float32)
+    betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
+
+    step = gate(x, bias, rate, GATE) * gate_unit(rate, lower_bound, GATE)
+    step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
+    # nothing decays past the end
+    line_G = gl.associative_scan(gl.where(line < count, step, 0.0), 0, add)
+    # the last: lanes exchange what they add, and would not find it in order
+    whole = gl.sum(gl.where(line == 63, line_G, 0.0), axis=0)
+    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(decay + channel, exp2(whole + channel * 0.0))
+    G_s.store(line_G)
+    beta_s.store(gl.where(row < count, beta_value(betas, BETA), 0.0))
+
+    async_copy.wait_group(0)
+    fence_async_shared()
+    zero = gl.zeros((64, 64), gl.float32, layout=ACC)
+    kk = zero
+    qk = zero
+    for h in gl.static_range(KH):
+        right = keys.slice(64 * h, 64).permute((1, 0))
+        kk = warpgroup_mma(keys.slice(64 * h, 64), right, kk, use_acc=h > 0, is_async=True)
+    norm_k = row_factors(keys, L2NORM)
+    norm_q = row_factors(queries, L2NORM) * scale
+    for h in gl.static_range(KH):
+        right = keys.slice(64 * h, 64).permute((1, 0))
+        qk = warpgroup_mma(queries.slice(64 * h, 64), right, qk, use_acc=h > 0, is_async=True)
+    G = G_s.load(row_l)
+    from_start = exp2(G)
+    to_end_s.store(log2(norm_k) - G)
+    w_s.store(norm_k * -from_start)
+    norm_k_s.store(norm_k)
+    norm_q_s.store(norm_q)
+    store_scaled(tiles + KH * 4096, queries, norm_q * from_start)
+    kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
+
+    # anew, here and below: kept, they would be spilled
+    tiles += hidden_zero(T)
+    G = G_s.load(row_l)
+    column = gl.arange(0, 64, layout=column_l)
+    # pairs i < j may have overflowed; `inverse` does not look at i = j
+    mask = exp2(G[:, None] + to_end_s.load(column_l)[None, :])
+    mask = gl.where(row[:, None] >= column[None, :], mask, 0.0)
+    store_tile(tiles + (3 * KH + 1) * 4096, qk * mask * norm_q_s.load(row_l)[:, None], 0)
+    # the queries are not read any more
+    first_s = reinterpret(queries, gl.bfloat16, [128, 32], HALF_TILE)
+    X = inverse(kk * mask * (norm_k_s.load(row_l) * -beta_s.load(row_l))[:, None], blocks_s, X_s, A_s, first_s)
+    X *= beta_s.load(column_l)[None, :]
+    store_tile(tiles + 3 * KH * 4096, round_sums(X), 0)
+    store_scaled(tiles + 2 * KH * 4096, keys, exp2(whole + to_end_s.load(row_l)))
+    # in two parts: rows of weights alternate in sign where keys repeat
+    weights = X * w_s.load(column_l)[None, :]
+    high = round_pairs(weights)
+    low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
+    high = gl.convert_layout(high, LEFT, assert_trivial=True)
+    for h in gl.static_range(KH):
+        # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
+        w = weighted(high, low, keys.slice(64 * h, 64), zero, False)
+        w, high, low = warpgroup_mma_wait(0, deps=[w, high, low])
+        store_tile(tiles + h * 4096, w, 0)
+
+
+def stride(name: str, x: Tensor, axis: int) -> int:
+    """As `stride_div8`, with those of g in elements."""
+    return stride_div8("beta" if name == "g" else name, x, axis)
+
+
+def prepare_scalar(call: StageCall) -> Launch:
+    problem = call.problem
+    plan = call.workspace["first_segment"] if call.forms_segments else None
+    own = dict(
+        **call.left("tiles", "decay", "semaphores"),
+        **dict(first_segment=plan, room=room(problem, call.t.device)),
+        **dict(
+            FLAGS=FLAGS, COSTS=tuple(vars(SPLIT_COSTS).values()), OVERLAPS=plan is not None or overlaps_prepare(call)
+        ),
+    )
+    return Launch(
+        prepare_scalar_kernel,
+        chunks(problem) + (plan is not None),
+        *bind(prepare_scalar_kernel, problem, call.t, own, stride),
+        num_warps=4,
+        max_registers=128,  # four CTAs on an SM
+    )
