@@ -1,4 +1,5 @@
-"""Stage `prepare` for one decay per row and value head. One CTA of 4 warps per (chunk, value head).
+"""Stage `prepare` for one decay per row and value head. One CTA of 4 warps per chunk and up to four value
+heads of a key head: they share keys, queries and products.
 
 Contract: as `prepare.py`, with g `[B, T, HV]`, any decays. With G the sums of log decays from the chunk's start, the gate and
 the L2 norm are factors of rows, and keys and queries enter products as they come:
@@ -11,14 +12,19 @@ No exponent is above 0, so no pair needs a reference between its rows.
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...program.launch import Launch
+from ...problem.problem import ChunkProblem
+from ...program.launch import Launch, sm_count
 from ..shared.gates import decay_rate
 from ..shared.gluon.compat import barrier, copy_async, reinterpret
 from ..shared.gluon.math import (
@@ -39,6 +45,7 @@ from ..shared.gluon.math import (
 from ..shared.gluon.steps import (
     ACC_HALF,
     FLAT,
+    PLAIN,
     ROWS,
     SQUARE,
     STEP,
@@ -58,8 +65,14 @@ from .prepare import weighted
 from .prepare_steps import own_step, upper_lower
 from .segments import SPLIT_COSTS, plan_segments, room
 
-LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
-"""A value of each of 64 rows; every warp has all."""
+HEADS = gl.constexpr(4)
+"""The most value heads of a CTA."""
+
+LINE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+"""A value of each of 64 rows of all heads, one a warp."""
+
+PAIRS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+"""An accumulator in float32, without bank conflicts."""
 
 LEFT_HALF = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC_HALF.value, k_width=2))
 """`LEFT` of a product `[64, 32]`."""
@@ -124,12 +137,29 @@ def round_sums(x):
 
 
 @gluon.jit
+def pair_decays(G, to_end, row, column):
+    """`exp2(G_i + to_end_j)` of pairs i >= j, 0 of others, which may have overflowed. `inverse` does not look at i = j."""
+    return gl.where(row[:, None] >= column[None, :], exp2(G[:, None] + to_end[None, :]), 0.0)
+
+
+@gluon.jit
+def of_heads(lines_s):
+    """Lines of all heads as one matrix."""
+    return reinterpret(lines_s, gl.float32, [HEADS, 64], PLAIN)
+
+
+@gluon.jit
+def last(line_s):
+    return gl.sum(line_s.slice(63, 1).load(gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@gluon.jit
 def left_half(x):
     return gl.convert_layout(x, LEFT_HALF, assert_trivial=True)
 
 
 @gluon.jit
-def inverse(minus_A, blocks_s, X_s, A_s, first_s):
+def inverse(minus_A, blocks_s, X_s, A_s):
     """`(I + A)^-1 = [[I_0, 0], [-I_1 A_10 I_0, I_1]]` with the inverses I_0, I_1 of both blocks of 32 rows, by columns
     `[64, 32]`. Products of a high and a low bf16 each, without low times low."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
@@ -139,6 +169,7 @@ def inverse(minus_A, blocks_s, X_s, A_s, first_s):
     X_s.reshape([4, 16, 32]).store(block_inverses(own_step(minus_A, row), blocks_s))
     left, right = step_inverses(X_s)
     own = gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
+    first_s = reinterpret(X_s, gl.bfloat16, [128, 32], HALF_TILE)
     high, low = store_parts(first_s, own)
     fence_async_shared()
     n = mma3(high, low, A_s.slice(32, 32), A_s.slice(96, 32), zero, False)
@@ -159,22 +190,28 @@ def prepare_scalar_kernel(
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
-    room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
+    room: gl.int32, split: gl.int32, batch_invariant: gl.int32, heads: gl.int32,
     K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
     FLAGS: gl.constexpr, COSTS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
-    """One chunk and value head; * goes to memory:
+    """One chunk and `heads` value heads of a key head; * goes to memory:
 
-    k, q [64, K]      by cp.async; meanwhile G [64]                   * decay = exp(G_C), for every channel
-    k k^T, q k^T      wgmma; meanwhile the rows' norms                * qg = nq exp(G) q
-    -A, Aqk [64, 64]  their pairs times exp(G_i - G_j)                * Aqk
-    inverse [64, 64]  of 32 rows as in `prepare_steps.py`; wgmma      * inverse, kg = nk exp(G_C - G) k
+    k, q [64, K]      by cp.async; meanwhile G [64] of all heads      * decay = exp(G_C), for every channel
+    q k^T             wgmma; meanwhile the rows' norms
+    Aqk [64, 64]      of each head: pairs times exp(G_i - G_j)        * Aqk, qg = nq exp(G) q
+    k k^T             wgmma, kept in place of the queries
+
+    and of each head:
+    -A [64, 64]       pairs times exp(G_i - G_j)                      * kg = nk exp(G_C - G) k
+    inverse [64, 64]  of 32 rows as in `prepare_steps.py`; wgmma      * inverse
     -w [64, K]        wgmma: inverse (nk exp(G)), in two parts, by k  * -w
     """
     KH: gl.constexpr = K // 64
+    OF_HEAD: gl.constexpr = (3 * KH + 2) * 4096
     row_l: gl.constexpr = gl.SliceLayout(1, ACC)
     column_l: gl.constexpr = gl.SliceLayout(0, ACC)
-    head, slot, tile = last_chunks_first(HV, False)
+    head, slot, tile = last_chunks_first(HV // heads, False)
+    head *= heads
     if OVERLAPS:
         gdc_launch_dependents()
     if first_segment is not None:
@@ -204,94 +241,102 @@ def prepare_scalar_kernel(
     k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
     g += wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)
     beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
-    chunk = tile.to(gl.int64)
-    tiles += chunk * ((3 * KH + 2) * 4096)
+    chunk = tile.to(gl.int64) * heads
+    tiles += chunk * OF_HEAD
     decay += chunk * K
 
     keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    # later the products of keys
+    kk_s = gl.allocate_shared_memory(gl.float32, [64, 64], PAIRS)
+    queries = reinterpret(kk_s, gl.bfloat16, [KH * 64, 64], TILE)
     blocks_s = gl.allocate_shared_memory(gl.float32, [64, 16], SQUARE)
     X_s = gl.allocate_shared_memory(gl.float32, [64, 32], STEP)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [128, 32], HALF_TILE)
-    # log2 decays from the start, by row; factors of columns
-    G_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    to_end_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    beta_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    # log2 decays from the start, by row, and what columns add to them; of each head
+    G_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
+    to_end_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
+    beta_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
     w_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     norm_q_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
-    line = gl.arange(0, 64, layout=LINE)
-    row = gl.arange(0, 64, layout=row_l)
+    line = gl.arange(0, 64, layout=gl.SliceLayout(0, LINE))[None, :]
+    of = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LINE))[:, None]
+    # heads past the last are the last
+    own = gl.minimum(of, heads - 1)
     copy_tokens(keys, k, k_token, count)
     copy_tokens(queries, q, q_token, count)
     async_copy.commit_group()
     # ptxas would have the copies wait for these loads and what is made of them
     barrier()
-    rate = decay_rate(A_log, head, volatile=True)
+    rate = decay_rate(A_log, head + own, volatile=True)
     bias = 0.0
     if dt_bias is not None:
-        bias = gate_bias(gl.load(dt_bias + head, volatile=True).to(gl.float32), rate, GATE)
-    x = gl.load(g + line * g_token, mask=line < count, other=0.0, volatile=True).to(gl.float32)
-    betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
-
+        bias = gate_bias(gl.load(dt_bias + head + own, volatile=True).to(gl.float32), rate, GATE)
+    inside = line < count
+    x = gl.load(g + line * g_token + own * g_head, mask=inside, other=0.0, volatile=True).to(gl.float32)
+    betas = gl.load(beta + line * beta_token + own * beta_head, mask=inside, other=0.0, volatile=True)
     step = gate(x, bias, rate, GATE) * gate_unit(rate, lower_bound, GATE)
     step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
     # nothing decays past the end
-    line_G = gl.associative_scan(gl.where(line < count, step, 0.0), 0, add)
+    line_G = gl.associative_scan(gl.where(inside, step, 0.0), 1, add)
     # the last: lanes exchange what they add, and would not find it in order
-    whole = gl.sum(gl.where(line == 63, line_G, 0.0), axis=0)
-    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.store(decay + channel, exp2(whole + channel * 0.0))
-    G_s.store(line_G)
-    beta_s.store(gl.where(row < count, beta_value(betas, BETA), 0.0))
+    whole = gl.sum(gl.where(line == 63, line_G, 0.0), axis=1)[:, None]
+    channel = gl.arange(0, K, layout=gl.SliceLayout(0, LINE))[None, :]
+    gl.store(decay + own * K + channel, exp2(whole + channel * 0.0), mask=of < heads)
+    of_heads(G_s).store(line_G)
+    of_heads(beta_s).store(gl.where(inside, beta_value(betas.to(gl.float32), BETA), 0.0))
 
     async_copy.wait_group(0)
     fence_async_shared()
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
-    kk = zero
     qk = zero
     for h in gl.static_range(KH):
         right = keys.slice(64 * h, 64).permute((1, 0))
-        kk = warpgroup_mma(keys.slice(64 * h, 64), right, kk, use_acc=h > 0, is_async=True)
-    norm_k = row_factors(keys, L2NORM)
-    norm_q = row_factors(queries, L2NORM) * scale
+        qk = warpgroup_mma(queries.slice(64 * h, 64), right, qk, use_acc=h > 0, is_async=True)
+    norm_k_s.store(row_factors(keys, L2NORM))
+    norm_q_s.store(row_factors(queries, L2NORM) * scale)
+    of_heads(to_end_s).store(log2(norm_k_s.load(gl.SliceLayout(0, LINE)))[None, :] - line_G)
+    qk = warpgroup_mma_wait(0, deps=[qk])
+
+    row = gl.arange(0, 64, layout=row_l)
+    column = gl.arange(0, 64, layout=column_l)
+    for i in tl.range(0, heads, disable_licm=True):
+        # anew: kept, it would be spilled
+        at = tiles + (i * OF_HEAD + hidden_zero(T))
+        G = G_s.index(i).load(row_l)
+        norm_q = norm_q_s.load(row_l)
+        store_scaled(at + KH * 4096, queries, norm_q * exp2(G))
+        mask = pair_decays(G, to_end_s.index(i).load(column_l), row, column)
+        store_tile(at + (3 * KH + 1) * 4096, qk * mask * norm_q[:, None], 0)
+
+    kk = zero
     for h in gl.static_range(KH):
         right = keys.slice(64 * h, 64).permute((1, 0))
-        qk = warpgroup_mma(queries.slice(64 * h, 64), right, qk, use_acc=h > 0, is_async=True)
-    G = G_s.load(row_l)
-    from_start = exp2(G)
-    to_end_s.store(log2(norm_k) - G)
-    w_s.store(norm_k * -from_start)
-    norm_k_s.store(norm_k)
-    norm_q_s.store(norm_q)
-    store_scaled(tiles + KH * 4096, queries, norm_q * from_start)
-    kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
-
-    # anew, here and below: kept, they would be spilled
-    tiles += hidden_zero(T)
-    G = G_s.load(row_l)
-    column = gl.arange(0, 64, layout=column_l)
-    # pairs i < j may have overflowed; `inverse` does not look at i = j
-    mask = exp2(G[:, None] + to_end_s.load(column_l)[None, :])
-    mask = gl.where(row[:, None] >= column[None, :], mask, 0.0)
-    store_tile(tiles + (3 * KH + 1) * 4096, qk * mask * norm_q_s.load(row_l)[:, None], 0)
-    # the queries are not read any more
-    first_s = reinterpret(queries, gl.bfloat16, [128, 32], HALF_TILE)
-    X = inverse(kk * mask * (norm_k_s.load(row_l) * -beta_s.load(row_l))[:, None], blocks_s, X_s, A_s, first_s)
-    X *= beta_s.load(column_l)[None, :]
-    store_tile(tiles + 3 * KH * 4096, round_sums(X), 0)
-    store_scaled(tiles + 2 * KH * 4096, keys, exp2(whole + to_end_s.load(row_l)))
-    # in two parts: rows of weights alternate in sign where keys repeat
-    weights = X * w_s.load(column_l)[None, :]
-    high = round_pairs(weights)
-    low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
-    high = gl.convert_layout(high, LEFT, assert_trivial=True)
-    for h in gl.static_range(KH):
-        # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
-        w = weighted(high, low, keys.slice(64 * h, 64), zero, False)
-        w, high, low = warpgroup_mma_wait(0, deps=[w, high, low])
-        store_tile(tiles + h * 4096, w, 0)
+        kk = warpgroup_mma(keys.slice(64 * h, 64), right, kk, use_acc=h > 0, is_async=True)
+    kk_s.store(warpgroup_mma_wait(0, deps=[kk]))
+    for i in tl.range(0, heads, disable_licm=True):
+        at = tiles + (i * OF_HEAD + hidden_zero(T))
+        G = G_s.index(i).load(row_l)
+        norm_k = norm_k_s.load(row_l)
+        to_end = to_end_s.index(i)
+        w_s.store(norm_k * -exp2(G))
+        store_scaled(at + 2 * KH * 4096, keys, exp2(to_end.load(row_l) + last(G_s.index(i))))
+        factor = norm_k * -beta_s.index(i).load(row_l)
+        mask = pair_decays(G, to_end.load(column_l), row, column)
+        X = inverse(kk_s.load(ACC) * mask * factor[:, None], blocks_s, X_s, A_s)
+        X *= beta_s.index(i).load(column_l)[None, :]
+        store_tile(at + 3 * KH * 4096, round_sums(X), 0)
+        # in two parts: rows of weights alternate in sign where keys repeat
+        weights = X * w_s.load(column_l)[None, :]
+        high = round_pairs(weights)
+        low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
+        high = gl.convert_layout(high, LEFT, assert_trivial=True)
+        for h in gl.static_range(KH):
+            # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
+            w = weighted(high, low, keys.slice(64 * h, 64), zero, False)
+            w, high, low = warpgroup_mma_wait(0, deps=[w, high, low])
+            store_tile(at + h * 4096, w, 0)
 
 
 def stride(name: str, x: Tensor, axis: int) -> int:
@@ -299,19 +344,25 @@ def stride(name: str, x: Tensor, axis: int) -> int:
     return stride_div8("beta" if name == "g" else name, x, axis)
 
 
+def heads_at_once(problem: ChunkProblem, device: torch.device) -> int:
+    """Value heads of a key head that a CTA does: up to four, or one where SMs would be idle."""
+    return math.gcd(problem.group, HEADS.value) if chunks(problem) >= 4 * sm_count(device) else 1
+
+
 def prepare_scalar(call: StageCall) -> Launch:
     problem = call.problem
+    heads = heads_at_once(problem, call.t.device)
     plan = call.workspace["first_segment"] if call.forms_segments else None
     own = dict(
         **call.left("tiles", "decay", "semaphores"),
-        **dict(first_segment=plan, room=room(problem, call.t.device)),
+        **dict(first_segment=plan, room=room(problem, call.t.device), heads=heads),
         **dict(
             FLAGS=FLAGS, COSTS=tuple(vars(SPLIT_COSTS).values()), OVERLAPS=plan is not None or overlaps_prepare(call)
         ),
     )
     return Launch(
         prepare_scalar_kernel,
-        chunks(problem) + (plan is not None),
+        chunks(problem) // heads + (plan is not None),
         *bind(prepare_scalar_kernel, problem, call.t, own, stride),
         num_warps=4,
         max_registers=128,  # four CTAs on an SM

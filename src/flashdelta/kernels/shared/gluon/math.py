@@ -92,13 +92,14 @@ def gate_unit(rate, lower_bound, GATE):
     gl.static_assert(
         GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
     )
+    unit = LOG2E
     if GATE == "lower_bound":
-        return lower_bound * LOG2E
+        unit = lower_bound * LOG2E
     elif GATE == "softplus":
-        return -rate
+        unit = -rate
     elif GATE == "logsigmoid":
-        return -1.0
-    return LOG2E
+        unit = -1.0
+    return unit
 
 
 @gluon.jit
