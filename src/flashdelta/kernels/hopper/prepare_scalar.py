@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -52,9 +52,9 @@ from ..shared.gluon.steps import (
     TILE,
     add,
     block_inverses,
-    pair_norm_factors,
     step_inverses,
 )
+from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, bind, chunks, stride_div8
 from .device.layouts import ACC, LEFT, beside, store_tile
@@ -92,11 +92,33 @@ def copy_tokens(shared, x, x_token, count):
 
 
 @gluon.jit
-def row_factors(rows, L2NORM):
+def load_half(rows, h: gl.constexpr):
+    """64 channels of 64 rows, as an accumulator has them."""
+    return gl.convert_layout(rows.slice(64 * h, 64).load(LEFT), ACC, assert_trivial=True)
+
+
+@gluon.jit
+def load_rows(rows):
+    """All channels of 64 rows, by halves; with 64 channels twice the same."""
+    first = load_half(rows, 0)
+    second = first
+    if rows.shape[0] == 128:
+        second = load_half(rows, 1)
+    return first, second
+
+
+@gluon.jit
+def row_factors(first, second, KH, L2NORM):
     """`1 / sqrt(sum x^2 + eps)` of 64 rows, or 1."""
-    parts = reinterpret(rows, gl.bfloat16, [rows.shape[0] // 64, 64, 64], TILE)
-    factor = pair_norm_factors(parts, 1.0, True, L2NORM)
-    return gl.convert_layout(factor.reshape([64]), gl.SliceLayout(1, ACC), assert_trivial=True)
+    total = gl.sum(square(widen(first)), axis=1)
+    if KH == 2:
+        total += gl.sum(square(widen(second)), axis=1)
+    return gl.rsqrt(total + L2_EPS) if L2NORM else total * 0.0 + 1.0
+
+
+@gluon.jit
+def square(x):
+    return x * x
 
 
 @gluon.jit
@@ -107,13 +129,13 @@ def scaled(x, high, low):
 
 
 @gluon.jit
-def store_scaled(tiles, rows, factor):
-    """The rows times their factors, by halves of the channels."""
+def store_scaled(tiles, first, second, factor, KH):
+    """The rows times their factors."""
     high = factor.to(gl.bfloat16)
     low = (factor - high.to(gl.float32)).to(gl.bfloat16)
-    for h in gl.static_range(rows.shape[0] // 64):
-        x = gl.convert_layout(rows.slice(64 * h, 64).load(LEFT), ACC, assert_trivial=True)
-        store_tile(tiles + h * 4096, scaled(x, high[:, None], low[:, None]), 0)
+    store_tile(tiles, scaled(first, high[:, None], low[:, None]), 0)
+    if KH == 2:
+        store_tile(tiles + 4096, scaled(second, high[:, None], low[:, None]), 0)
 
 
 @gluon.jit
@@ -256,9 +278,8 @@ def prepare_scalar_kernel(
     G_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
     to_end_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
     beta_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
-    w_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    norm_q_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    w_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
+    norm_k_s = reinterpret(blocks_s, gl.float32, [64], FLAT)
 
     line = gl.arange(0, 64, layout=gl.SliceLayout(0, LINE))[None, :]
     of = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LINE))[:, None]
@@ -294,41 +315,47 @@ def prepare_scalar_kernel(
     for h in gl.static_range(KH):
         right = keys.slice(64 * h, 64).permute((1, 0))
         qk = warpgroup_mma(queries.slice(64 * h, 64), right, qk, use_acc=h > 0, is_async=True)
-    norm_k_s.store(row_factors(keys, L2NORM))
-    norm_q_s.store(row_factors(queries, L2NORM) * scale)
-    of_heads(to_end_s).store(log2(norm_k_s.load(gl.SliceLayout(0, LINE)))[None, :] - line_G)
-    qk = warpgroup_mma_wait(0, deps=[qk])
-
-    row = gl.arange(0, 64, layout=row_l)
-    column = gl.arange(0, 64, layout=column_l)
+    first, second = load_rows(keys)
+    norm_k = row_factors(first, second, KH, L2NORM)
+    norm_k_s.store(norm_k)
+    line_norm_k = norm_k_s.load(gl.SliceLayout(0, LINE))[None, :]
+    of_heads(to_end_s).store(log2(line_norm_k) - line_G)
+    of_heads(w_s).store(line_norm_k * -exp2(line_G))
+    barrier()  # here, and not in loops
     for i in tl.range(0, heads, disable_licm=True):
         # anew: kept, it would be spilled
         at = tiles + (i * OF_HEAD + hidden_zero(T))
+        store_scaled(at + 2 * KH * 4096, first, second, exp2(to_end_s.index(i).load(row_l) + last(G_s.index(i))), KH)
+
+    first, second = load_rows(queries)
+    norm_q = row_factors(first, second, KH, L2NORM) * scale
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    qk *= norm_q[:, None]
+    row = gl.arange(0, 64, layout=row_l)
+    column = gl.arange(0, 64, layout=column_l)
+    for i in tl.range(0, heads, disable_licm=True):
+        at = tiles + (i * OF_HEAD + hidden_zero(T))
         G = G_s.index(i).load(row_l)
-        norm_q = norm_q_s.load(row_l)
-        store_scaled(at + KH * 4096, queries, norm_q * exp2(G))
+        store_scaled(at + KH * 4096, first, second, norm_q * exp2(G), KH)
         mask = pair_decays(G, to_end_s.index(i).load(column_l), row, column)
-        store_tile(at + (3 * KH + 1) * 4096, qk * mask * norm_q[:, None], 0)
+        store_tile(at + (3 * KH + 1) * 4096, qk * mask, 0)
 
     kk = zero
     for h in gl.static_range(KH):
         right = keys.slice(64 * h, 64).permute((1, 0))
         kk = warpgroup_mma(keys.slice(64 * h, 64), right, kk, use_acc=h > 0, is_async=True)
-    kk_s.store(warpgroup_mma_wait(0, deps=[kk]))
+    kk = warpgroup_mma_wait(0, deps=[kk])
+    kk_s.store(kk * -norm_k[:, None])
     for i in tl.range(0, heads, disable_licm=True):
         at = tiles + (i * OF_HEAD + hidden_zero(T))
         G = G_s.index(i).load(row_l)
-        norm_k = norm_k_s.load(row_l)
-        to_end = to_end_s.index(i)
-        w_s.store(norm_k * -exp2(G))
-        store_scaled(at + 2 * KH * 4096, keys, exp2(to_end.load(row_l) + last(G_s.index(i))))
-        factor = norm_k * -beta_s.index(i).load(row_l)
-        mask = pair_decays(G, to_end.load(column_l), row, column)
-        X = inverse(kk_s.load(ACC) * mask * factor[:, None], blocks_s, X_s, A_s)
+        mask = pair_decays(G, to_end_s.index(i).load(column_l), row, column)
+        minus_A = kk_s.load(ACC) * mask * beta_s.index(i).load(row_l)[:, None]
+        X = inverse(minus_A, blocks_s, X_s, A_s)
         X *= beta_s.index(i).load(column_l)[None, :]
         store_tile(at + 3 * KH * 4096, round_sums(X), 0)
         # in two parts: rows of weights alternate in sign where keys repeat
-        weights = X * w_s.load(column_l)[None, :]
+        weights = X * w_s.index(i).load(column_l)[None, :]
         high = round_pairs(weights)
         low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
         high = gl.convert_layout(high, LEFT, assert_trivial=True)
