@@ -71,6 +71,17 @@ def test_turns_change_no_bit(case: Case, stream_k: bool, orders: list[dict], mon
             assert_same_bits(poisoned(call), want, covered_tokens(call))
 
 
+@pytest.mark.parametrize(("H", "HV", "K", "V"), [(1, 4, 128, 128), (1, 8, 64, 64), (3, 6, 128, 64)])
+def test_heads_that_share_keys_change_no_bit(H: int, HV: int, K: int, V: int):
+    """Four, four of eight, and two value heads of a key head, against one."""
+    case = replace(BY_NAME["scalar_packed"], H=H, HV=HV, K=K, V=V, h=False)
+    call = hopper_call(case)
+    want = poisoned(call)
+    hold(call, want, truth(call))
+    with hopper_on_cpu(sms=1):
+        assert_same_bits(poisoned(call), want, covered_tokens(call))
+
+
 CHECKED = [
     (replace(LONG, name="rows", B=2, H=2, HV=2, K=128, T=500, state=FP32), 5, False),
     (replace(UNEVEN, K=128, v_first=True), 7, True),

@@ -21,9 +21,9 @@ class Lengths:
 
     def __init__(self, operation: Operation, names: Sequence[str]):
         self.operation, self.names = operation, names
-        self.known: dict[tuple, tuple[Problem, list[str], dict[str, torch.Size]]] = {}
-        """Records by kind, of the call that was validated: its problem, the roles of its tensors, and shapes of those that are
-        views of the caller's."""
+        self.known: dict[tuple, tuple[Problem, list[str], dict[str, tuple[torch.Size, bool]]]] = {}
+        """Records by kind, of the call that was validated: its problem, the roles of its tensors, and of those that are views
+        of the caller's the shape, and whether all channels are one."""
 
     def check(self, given: Mapping[str, Any], options: tuple | None, dry: bool) -> Made:
         """`Operation.check`, once for each kind: other calls of it have the first one's problem, but for T. Whether their
@@ -36,13 +36,13 @@ class Lengths:
                 if len(self.known) >= MOST:
                     self.known.clear()
                 present = t.present()
-                views = {role: x.shape for role, x in present.items() if x is not given[role]}
+                views = {role: (x.shape, x.stride(-1) == 0) for role, x in present.items() if x is not given[role]}
                 self.known[kind] = problem, [*present], views
             return made
         problem, roles, views = self.known[kind]
         tensors, T = FAMILIES[type(problem)], given[self.operation.by_token[0]].shape[1]
         present = {role: given[role] for role in roles} | {
-            role: given[role].view(shape) for role, shape in views.items()
+            role: viewed(given[role], *view) for role, view in views.items()
         }
         made = replaced(problem, T=T), make_frozen(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
         self.operation.check_values(made, given, dry)
@@ -65,3 +65,8 @@ class Lengths:
             else:
                 return None
         return tuple(found) if len(lengths) == 1 else None
+
+
+def viewed(x: Tensor, shape: torch.Size, one_channel: bool) -> Tensor:
+    """The caller's tensor as the first call of its kind viewed it; of scalar decays with any number of tokens."""
+    return x[..., None].expand(*x.shape, shape[-1]) if one_channel else x.view(shape)
