@@ -74,14 +74,6 @@ def test_names_of_fla():
         assert torch.allclose(op(**call | gate)[0], op(**call | {"g": decays})[0], rtol=1e-9, atol=1e-12)
 
 
-def test_calls_like_an_earlier_one():
-    gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(2).double(), "dt_bias": torch.ones(2).double()}
-    for T in (70, 70, 9):
-        call = {n: x[:, :T].contiguous() if isinstance(x, Tensor) else x for n, x in call_of(BOTH[0]).items()} | gate
-        for a, b in zip(fd.chunk_kda(**call), fd.chunk_kda(**by_channel(call, 32))):
-            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("op", BOTH)
 def test_signatures_are_flas(op):
     rule = pytest.importorskip("fla.ops.gated_delta_rule")
