@@ -165,9 +165,18 @@ def pair_decays(G, to_end, row, column):
 
 
 @gluon.jit
-def of_heads(lines_s):
-    """Lines of all heads as one matrix."""
-    return reinterpret(lines_s, gl.float32, [HEADS, 64], PLAIN)
+def store_columns(lines_s, x):
+    """Stores values by column, `x [HEADS, 64]`, in the order in which a thread has four adjacent ones of an accumulator's."""
+    lines = reinterpret(lines_s, gl.float32, [HEADS, 64], PLAIN).reshape([HEADS, 4, 4, 2, 2])
+    lines.permute((0, 1, 3, 2, 4)).store(x.reshape([HEADS, 4, 2, 4, 2]))
+
+
+@gluon.jit
+def load_columns(line_s, layout: gl.constexpr):
+    """Loads what `store_columns` has stored of a head."""
+    in_order: gl.constexpr = gl.zeros((64,), gl.float32, layout=layout).reshape([4, 2, 4, 2]).type.layout
+    x = line_s.reshape([4, 4, 2, 2]).permute((0, 2, 1, 3)).load(in_order)
+    return gl.convert_layout(x.reshape([64]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -305,8 +314,8 @@ def prepare_scalar_kernel(
     whole = gl.sum(gl.where(line == 63, line_G, 0.0), axis=1)[:, None]
     channel = gl.arange(0, K, layout=gl.SliceLayout(0, LINE))[None, :]
     gl.store(decay + own * K + channel, exp2(whole + channel * 0.0), mask=of < heads)
-    of_heads(G_s).store(line_G)
-    of_heads(beta_s).store(gl.where(inside, beta_value(betas.to(gl.float32), BETA), 0.0))
+    reinterpret(G_s, gl.float32, [HEADS, 64], PLAIN).store(line_G)
+    store_columns(beta_s, gl.where(inside, beta_value(betas.to(gl.float32), BETA), 0.0))
 
     async_copy.wait_group(0)
     fence_async_shared()
@@ -319,13 +328,14 @@ def prepare_scalar_kernel(
     norm_k = row_factors(first, second, KH, L2NORM)
     norm_k_s.store(norm_k)
     line_norm_k = norm_k_s.load(gl.SliceLayout(0, LINE))[None, :]
-    of_heads(to_end_s).store(log2(line_norm_k) - line_G)
-    of_heads(w_s).store(line_norm_k * -exp2(line_G))
+    store_columns(to_end_s, log2(line_norm_k) - line_G)
+    store_columns(w_s, line_norm_k * -exp2(line_G))
     barrier()  # here, and not in loops
     for i in tl.range(0, heads, disable_licm=True):
         # anew: kept, it would be spilled
         at = tiles + (i * OF_HEAD + hidden_zero(T))
-        store_scaled(at + 2 * KH * 4096, first, second, exp2(to_end_s.index(i).load(row_l) + last(G_s.index(i))), KH)
+        G_i = G_s.index(i)
+        store_scaled(at + 2 * KH * 4096, first, second, norm_k * exp2(last(G_i) - G_i.load(row_l)), KH)
 
     first, second = load_rows(queries)
     norm_q = row_factors(first, second, KH, L2NORM) * scale
@@ -337,7 +347,7 @@ def prepare_scalar_kernel(
         at = tiles + (i * OF_HEAD + hidden_zero(T))
         G = G_s.index(i).load(row_l)
         store_scaled(at + KH * 4096, first, second, norm_q * exp2(G), KH)
-        mask = pair_decays(G, to_end_s.index(i).load(column_l), row, column)
+        mask = pair_decays(G, load_columns(to_end_s.index(i), column_l), row, column)
         store_tile(at + (3 * KH + 1) * 4096, qk * mask, 0)
 
     kk = zero
@@ -349,13 +359,13 @@ def prepare_scalar_kernel(
     for i in tl.range(0, heads, disable_licm=True):
         at = tiles + (i * OF_HEAD + hidden_zero(T))
         G = G_s.index(i).load(row_l)
-        mask = pair_decays(G, to_end_s.index(i).load(column_l), row, column)
-        minus_A = kk_s.load(ACC) * mask * beta_s.index(i).load(row_l)[:, None]
+        mask = pair_decays(G, load_columns(to_end_s.index(i), column_l), row, column)
+        minus_A = kk_s.load(ACC) * mask * load_columns(beta_s.index(i), row_l)[:, None]
         X = inverse(minus_A, blocks_s, X_s, A_s)
-        X *= beta_s.index(i).load(column_l)[None, :]
+        X *= load_columns(beta_s.index(i), column_l)[None, :]
         store_tile(at + 3 * KH * 4096, round_sums(X), 0)
         # in two parts: rows of weights alternate in sign where keys repeat
-        weights = X * w_s.index(i).load(column_l)[None, :]
+        weights = X * load_columns(w_s.index(i), column_l)[None, :]
         high = round_pairs(weights)
         low = gl.convert_layout((weights - widen(high)).to(gl.bfloat16), LEFT, assert_trivial=True)
         high = gl.convert_layout(high, LEFT, assert_trivial=True)
