@@ -71,6 +71,9 @@ HEADS = gl.constexpr(4)
 LINE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 """A value of each of 64 rows of all heads, one a warp."""
 
+NEAR = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [1, 4], [0, 1]))
+"""The same values as memory has them, the heads side by side."""
+
 PAIRS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 """An accumulator in float32, without bank conflicts."""
 
@@ -288,10 +291,11 @@ def prepare_scalar_kernel(
     to_end_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
     beta_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
     w_s = gl.allocate_shared_memory(gl.float32, [HEADS, 64], FLAT)
+    step_s = reinterpret(blocks_s, gl.float32, [HEADS, 64], PLAIN)
     norm_k_s = reinterpret(blocks_s, gl.float32, [64], FLAT)
 
-    line = gl.arange(0, 64, layout=gl.SliceLayout(0, LINE))[None, :]
-    of = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LINE))[:, None]
+    token = gl.arange(0, 64, layout=gl.SliceLayout(0, NEAR))[None, :]
+    of = gl.arange(0, HEADS, layout=gl.SliceLayout(1, NEAR))[:, None]
     # heads past the last are the last
     own = gl.minimum(of, heads - 1)
     copy_tokens(keys, k, k_token, count)
@@ -303,19 +307,22 @@ def prepare_scalar_kernel(
     bias = 0.0
     if dt_bias is not None:
         bias = gate_bias(gl.load(dt_bias + head + own, volatile=True).to(gl.float32), rate, GATE)
-    inside = line < count
-    x = gl.load(g + line * g_token + own * g_head, mask=inside, other=0.0, volatile=True).to(gl.float32)
-    betas = gl.load(beta + line * beta_token + own * beta_head, mask=inside, other=0.0, volatile=True)
+    inside = token < count
+    x = gl.load(g + token * g_token + own * g_head, mask=inside, other=0.0, volatile=True).to(gl.float32)
+    betas = gl.load(beta + token * beta_token + own * beta_head, mask=inside, other=0.0, volatile=True)
     step = gate(x, bias, rate, GATE) * gate_unit(rate, lower_bound, GATE)
     step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
     # nothing decays past the end
-    line_G = gl.associative_scan(gl.where(inside, step, 0.0), 1, add)
+    step_s.store(gl.where(inside, step, 0.0))
+    store_columns(beta_s, gl.where(inside, beta_value(betas.to(gl.float32), BETA), 0.0))
+    line_G = gl.associative_scan(step_s.load(LINE), 1, add)
+    reinterpret(G_s, gl.float32, [HEADS, 64], PLAIN).store(line_G)
     # the last: lanes exchange what they add, and would not find it in order
+    line = gl.arange(0, 64, layout=gl.SliceLayout(0, LINE))[None, :]
     whole = gl.sum(gl.where(line == 63, line_G, 0.0), axis=1)[:, None]
     channel = gl.arange(0, K, layout=gl.SliceLayout(0, LINE))[None, :]
-    gl.store(decay + own * K + channel, exp2(whole + channel * 0.0), mask=of < heads)
-    reinterpret(G_s, gl.float32, [HEADS, 64], PLAIN).store(line_G)
-    store_columns(beta_s, gl.where(inside, beta_value(betas.to(gl.float32), BETA), 0.0))
+    of = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LINE))[:, None]
+    gl.store(decay + of * K + channel, exp2(whole + channel * 0.0), mask=of < heads)
 
     async_copy.wait_group(0)
     fence_async_shared()
