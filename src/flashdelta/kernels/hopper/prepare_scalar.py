@@ -1,5 +1,5 @@
-"""Stage `prepare` for one decay per row and value head. One CTA of 4 warps per chunk and up to four value
-heads of a key head: they share keys, queries and products.
+"""Stage `prepare` for one decay per row and value head. One CTA of 4 warps per chunk and up to four value heads of a key head,
+which share keys, queries and their products.
 
 Contract: as `prepare.py`, with g `[B, T, HV]`, any decays. With G the sums of log decays from the chunk's start, the gate and
 the L2 norm are factors of rows, and keys and queries enter products as they come:
@@ -113,15 +113,12 @@ def load_rows(rows):
 @gluon.jit
 def row_factors(first, second, KH, L2NORM):
     """`1 / sqrt(sum x^2 + eps)` of 64 rows, or 1."""
-    total = gl.sum(square(widen(first)), axis=1)
+    x = widen(first)
+    total = gl.sum(x * x, axis=1)
     if KH == 2:
-        total += gl.sum(square(widen(second)), axis=1)
+        x = widen(second)
+        total += gl.sum(x * x, axis=1)
     return gl.rsqrt(total + L2_EPS) if L2NORM else total * 0.0 + 1.0
-
-
-@gluon.jit
-def square(x):
-    return x * x
 
 
 @gluon.jit
@@ -184,6 +181,7 @@ def load_columns(line_s, layout: gl.constexpr):
 
 @gluon.jit
 def last(line_s):
+    """The last value of a line."""
     return gl.sum(line_s.slice(63, 1).load(gl.BlockedLayout([1], [32], [4], [0])))
 
 
@@ -310,7 +308,9 @@ def prepare_scalar_kernel(
     inside = token < count
     x = gl.load(g + token * g_token + own * g_head, mask=inside, other=0.0, volatile=True).to(gl.float32)
     betas = gl.load(beta + token * beta_token + own * beta_head, mask=inside, other=0.0, volatile=True)
-    step = gate(x, bias, rate, GATE) * gate_unit(rate, lower_bound, GATE)
+    step = gate(x, bias, rate, GATE) * gate_unit(1.0, lower_bound, GATE)
+    if GATE == "softplus":
+        step *= rate
     step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
     # nothing decays past the end
     step_s.store(gl.where(inside, step, 0.0))

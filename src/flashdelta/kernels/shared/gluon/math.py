@@ -92,14 +92,13 @@ def gate_unit(rate, lower_bound, GATE):
     gl.static_assert(
         GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
     )
-    unit = LOG2E
     if GATE == "lower_bound":
-        unit = lower_bound * LOG2E
+        return lower_bound * LOG2E
     elif GATE == "softplus":
-        unit = -rate
+        return -rate
     elif GATE == "logsigmoid":
-        unit = -1.0
-    return unit
+        return -1.0
+    return LOG2E
 
 
 @gluon.jit
