@@ -19,16 +19,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language import condition
 
 from ...problem.problem import ChunkProblem, ChunkTensors
-from ...program.launch import Launch
+from ...program.launch import Launch, sm_count
 from ..shared.gates import beta_gradient, decay_rate
 from ..shared.gluon.compat import barrier, reinterpret
 from ..shared.gluon.math import (
     beta_value,
-    decay_bias,
     exp2,
     exp2_negative,
+    gate_bias,
     gate_gradient,
     norm_factors,
     reciprocal,
@@ -40,8 +41,11 @@ from ..stages.finish import ByHead
 from ..stages.launch import bind_div8, chunks
 from ..stages.wy import Parts
 from .device.layouts import C, copy_rows, half_rows, load_rows, row_column, store_rows
-from .device.tile_scheduler import chunk_tile, first_tile
+from .device.pipeline import make_channel, next_phase
+from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile
+from .device.tma import load_tiles, wait_tiles
 from .device.wgmma import opaque_indices, store_decays, weighted_sums
+from .wy import by_token, strides_of, whole_tiles
 
 
 @gluon.jit
@@ -85,11 +89,14 @@ def decay_gradient(operand, grad):
 
 
 @gluon.jit
-def replace_decays(last_rows):
-    """Starts the copy of the rows (`copy_rows`) that take the decays' place."""
+def replace_decays(channels, place):
+    """Starts the copy of the rows (`load_tiles`, without channels `copy_rows`) that take the decays' place."""
     barrier()  # the MMAs of both warpgroups have read the decays
-    copy_rows(*last_rows)
-    async_copy.commit_group()
+    if channels is None:
+        copy_rows(*place)
+        async_copy.commit_group()
+    else:
+        load_tiles(channels, *place)
 
 
 @gluon.jit
@@ -111,7 +118,7 @@ def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl
     halves = gl.where((s >= 16) & (s < 48) & (i >= 0), 0.5, 0.0).to(gl.float16)
     between = weighted_sums(halves, high_s, low_s, zero)
     distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, halves])
-    replace_decays(last_rows)
+    replace_decays(*last_rows)
     between = exp2(between)
     left = exp2(distance)
     right_k.store((k_s.load(acc_l).to(gl.float32) * (exp2_negative(distance) * of_right)).to(gl.bfloat16))
@@ -179,19 +186,58 @@ def all_pairs(
         left = warpgroup_mma(level_A, right_k, zero, use_acc=False)
         G += decay_gradient(left_w, left)
         sum_left += left * factor
-    replace_decays(last_rows)
+    replace_decays(*last_rows)
     return sum_q, sum_left, sum_right, G
+
+
+@gluon.jit
+def load_small(small, tile, first_row, HV, K):
+    """What a tile needs besides rows and matrices. Volatile: else the compiler moves these loads to where they are needed, or
+    behind all copies, where they queue."""
+    beta, beta_batch, beta_token, beta_head, grad_Aqk, grad_beta, size_k, A_log, dt_bias = small
+    line_l: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    nothing = gl.minimum(tile.count, 0)  # 0, which the compiler can't see: offsets with it are not kept over the loop
+    row = gl.arange(0, C, layout=line_l) + nothing
+    here = row < tile.count
+    of_batch, of_token, of_head = beta_batch + nothing, beta_token + nothing, beta_head + nothing
+    in_betas = token_offset(tile.batch, tile.start, tile.head, of_batch, of_token, of_head) + row * of_token
+    raw = gl.load(beta + in_betas, mask=here, other=0.0, volatile=True)
+    same = gl.load(grad_Aqk + first_row * C + row * (HV * C + 1), mask=here, other=0.0, volatile=True)
+    from_w = gl.load(grad_beta + first_row + row * HV, mask=here, other=0.0, volatile=True)
+    size_l: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [gl.num_warps(), 1], [1, 0])
+    size_row, half = row_column(C, 2, size_l)
+    size_row += nothing
+    in_sizes = (first_row + size_row * HV) * 2 + half
+    size = gl.load(size_k + in_sizes, mask=size_row < tile.count, other=0.0, volatile=True)
+    bias = gl.zeros([K], gl.float32, layout=line_l)
+    if dt_bias is not None:
+        bias += gl.load(dt_bias + tile.head * K + gl.arange(0, K, layout=line_l), volatile=True).to(gl.float32)
+    return raw, same, from_w, size, bias, decay_rate(A_log, tile.head, volatile=True)
+
+
+@gluon.jit
+def store_small(small_s, loaded, scale):
+    """Stores what was loaded, out of registers until it is needed, but for the decay rate, which it returns."""
+    by_row_s, size_s, bias_s = small_s
+    raw, same, from_w, size, bias, rate = loaded
+    by_row_s.index(0).store(raw.to(gl.float32))
+    by_row_s.index(1).store(same.to(gl.float32) * scale)
+    by_row_s.index(2).store(from_w.to(gl.float32))
+    size_s.store(size)
+    bias_s.store(bias)
+    return rate
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, size_k, out_q, out_k,
-    out_g, out_beta, partial_A_log, partial_dt_bias, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
-    N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32,
+    out_g, out_beta, partial_A_log, partial_dt_bias, Aqk_d, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, tile_count: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
     K: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """One chunk, operands in shared memory, accumulators `[64, K]` with a warpgroup for 64 channels:
 
@@ -211,25 +257,20 @@ def intra_kernel(
     half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
     wide_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], g.dtype.element_ty)
+    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], out_g.dtype.element_ty)
     PREFETCH: gl.constexpr = K == 128
-    tile, _n, _begin = chunk_tile(first_tile(), cu_seqlens, slots, N, T, HV)
-    head, batch, start, count = tile.head, tile.batch, tile.start, tile.count
-    if count <= 0:
-        store_no_partials(partial_A_log, partial_dt_bias, wide(tile.chunk, HV) + head, K)
-        return
-    qk_head = head // group
-    # in units of 8 elements
-    q += token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8
-    k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
-    g += token_offset(batch, start, head, g_batch, g_token, g_head) * 8
-    beta += token_offset(batch, start, head, beta_batch, beta_token, beta_head)
-    first_row = wide(batch, T) * HV + wide(start, HV) + head
-    chunk = wide(tile.chunk, HV) + head
+    index = first_tile()
+    if PERSISTENT:
+        tile = dense_chunk_tile(index, slots, T, HV)
+    else:
+        tile, _n, _begin = chunk_tile(index, cu_seqlens, slots, N, T, HV)
+        if tile.count <= 0:
+            store_no_partials(partial_A_log, partial_dt_bias, wide(tile.chunk, HV) + tile.head, K)
+            return
     key_stride = HV * K
     square_stride = HV * C
 
-    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, K], g_l)
+    g_s = gl.allocate_shared_memory(out_g.dtype.element_ty, [C, K], g_l)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     right_k = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
@@ -245,117 +286,176 @@ def intra_kernel(
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     by_row_s = gl.allocate_shared_memory(gl.float32, [6, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     size_s = gl.allocate_shared_memory(gl.float32, [C, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    bias_s = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if PREFETCH:
+        grad_q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+        grad_k_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, high_s, low_s)
 
     row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))
     column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
-    here = row < count
-    valid = here[:, None]
-    copy_rows(g_s, g, g_token * 8, count)
-    async_copy.commit_group()
-    # volatile, and a barrier: else the compiler moves these loads behind all copies, where they queue
-    rate = decay_rate(A_log, head, volatile=True)
-    bias = decay_bias(dt_bias, head, rate, column, K, GATE, volatile=True)
-    raw = gl.load(beta + row * beta_token, mask=here, other=0.0, volatile=True).to(gl.float32)
-    same = gl.load(grad_Aqk + first_row * C + row * (square_stride + 1), mask=here, other=0.0, volatile=True)
-    from_w = gl.load(grad_beta + first_row + row * HV, mask=here, other=0.0, volatile=True)
-    size_l: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [gl.num_warps(), 1], [1, 0])
-    size_row, half = row_column(C, 2, size_l)
-    in_sizes = (first_row + size_row * HV) * 2 + half
-    size = gl.load(size_k + in_sizes, mask=size_row < count, other=0.0, volatile=True)
-    barrier()
-    copy_rows(q_s, q, q_token * 8, count)
-    copy_rows(k_s, k, k_token * 8, count)
-    copy_rows(near_A, grad_A + first_row * C, square_stride, count)
-    copy_rows(near_Aqk, grad_Aqk + first_row * C, square_stride, count)
-    async_copy.commit_group()
-    if PREFETCH:
-        grad_q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-        grad_k_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
-        copy_rows(grad_q_s, grad_q + first_row * K, key_stride, count)
-        copy_rows(grad_k_s, grad_k + first_row * K, key_stride, count)
-    async_copy.commit_group()
-    betas = gl.where(here, beta_value(raw, BETA), 0.0)[:, None]
-    # out of registers until they are needed
-    by_row_s.index(0).store(raw)
-    by_row_s.index(1).store(same.to(gl.float32) * scale)
-    by_row_s.index(2).store(from_w.to(gl.float32))
-    size_s.store(size)
-
-    async_copy.wait_group(2)
-    store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
-    async_copy.wait_group(1)
-    norm_k = norm_factors(k_s.load(acc_l).to(gl.float32), L2NORM)
-    norm_q = norm_factors(q_s.load(acc_l).to(gl.float32), L2NORM)
-    by_row_s.index(3).store(gl.sum(norm_k, axis=1))
-    by_row_s.index(4).store(gl.sum(norm_q, axis=1))
-    by_row_s.index(5).store(gl.sum(betas, axis=1))
-    last_rows = (G_s, grad_G + first_row * K, key_stride, count)
-    if SAFE:
-        store_pairs_by_distance(near_A, far_A)
-        store_pairs_by_distance(near_Aqk, far_Aqk)
-        # `scale` on the right side, and on the left below
-        rows = (norm_k, norm_q * scale, norm_k * betas)
-        sums = bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K)
+    first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
+    small = (beta, beta_batch, beta_token, beta_head, grad_Aqk, grad_beta, size_k, A_log, dt_bias)
+    small_s = (by_row_s, size_s, bias_s)
+    if PERSISTENT:
+        sums = (make_channel(grad_G, G_s),)
+        gates = (make_channel(g, g_s),)
+        keys = (make_channel(q, q_s), make_channel(k, k_s))
+        squares = (make_channel(grad_A, near_A), make_channel(Aqk_d, near_Aqk))
+        parts = (make_channel(grad_q, grad_q_s), make_channel(grad_k, grad_k_s))
+        fence_async_shared()
+        load_tiles(gates, tile.batch, tile.start, tile.head, True)
+        load_tiles(keys, tile.batch, tile.start, tile.head // group, True)
+        load_tiles(squares, tile.batch, tile.start, tile.head, True)
+        load_tiles(parts, tile.batch, tile.start, tile.head, True)
+        loaded = load_small(small, tile, first_row, HV, K)
     else:
-        sums = all_pairs(k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows, acc_l, dot_l, K)
-    sum_q, sum_left, sum_right, G = sums
-    async_copy.wait_group(0)
-    G += G_s.load(acc_l)
-    # in two parts, as the log decays were
-    high_G = reinterpret(high_s, gl.bfloat16, [C, K], rows_s)
-    low_G = reinterpret(low_s, gl.bfloat16, [C, K], rows_s)
-    high = G.to(gl.bfloat16)
-    high_G.store(high)
-    low_G.store((G - high.to(gl.float32)).to(gl.bfloat16))
-    fence_async_shared()
+        # in units of 8 elements
+        qk_head = tile.head // group
+        q += token_offset(tile.batch, tile.start, qk_head, q_batch, q_token, q_head) * 8
+        k += token_offset(tile.batch, tile.start, qk_head, k_batch, k_token, k_head) * 8
+        g += token_offset(tile.batch, tile.start, tile.head, g_batch, g_token, g_head) * 8
+        copy_rows(g_s, g, g_token * 8, tile.count)
+        async_copy.commit_group()
+        loaded = load_small(small, tile, first_row, HV, K)
+        barrier()
+        copy_rows(q_s, q, q_token * 8, tile.count)
+        copy_rows(k_s, k, k_token * 8, tile.count)
+        copy_rows(near_A, grad_A + first_row * C, square_stride, tile.count)
+        copy_rows(near_Aqk, grad_Aqk + first_row * C, square_stride, tile.count)
+        async_copy.commit_group()
+        if PREFETCH:
+            copy_rows(grad_q_s, grad_q + first_row * K, key_stride, tile.count)
+            copy_rows(grad_k_s, grad_k + first_row * K, key_stride, tile.count)
+        async_copy.commit_group()
 
-    same = by_row_s.index(1).load(row.type.layout)[:, None]
-    norm_k = by_row_s.index(3).load(row.type.layout)[:, None]
-    norm_q = by_row_s.index(4).load(row.type.layout)[:, None]
-    betas = by_row_s.index(5).load(row.type.layout)[:, None]
-    kn = k_s.load(acc_l).to(gl.float32) * norm_k
-    qn = q_s.load(acc_l).to(gl.float32) * norm_q
-    sum_q *= scale
-    dbeta = gl.sum(kn * sum_left, axis=1)
-    sum_left *= betas
-    sum_q += same * kn
-    part = grad_q_s.load(acc_l) if PREFETCH else load_rows(grad_q + first_row * K, key_stride, count, acc_l, K)
-    sum_q += part.to(gl.float32)
-    if L2NORM:
-        sum_q = (sum_q - qn * gl.sum(sum_q * qn, axis=1)[:, None]) * norm_q
-    store_rows(out_q + first_row * K, key_stride, sum_q, count, right_k)
-    sum_k = sum_left + sum_right + same * qn
-    part = grad_k_s.load(acc_l) if PREFETCH else load_rows(grad_k + first_row * K, key_stride, count, acc_l, K)
-    part = half_rows(part.to(gl.float32))
-    part *= size_s.load(gl.SliceLayout(2, part.type.layout))[:, :, None]
-    sum_k += gl.convert_layout(part.reshape([C, K]), acc_l, assert_trivial=True)
-    if L2NORM:
-        sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
-    store_rows(out_k + first_row * K, key_stride, sum_k, count, left_q)
-    raw = by_row_s.index(0).load(row.type.layout)
-    from_w = by_row_s.index(2).load(row.type.layout)
-    dbeta = beta_gradient(raw, dbeta + from_w, BETA)
-    gl.store(out_beta + first_row + row * HV, dbeta.to(out_beta.dtype.element_ty), mask=here)
+    phase = 0
+    # loop-invariant values are not hoisted: they would spill
+    while condition(index < tile_count, disable_licm=True):
+        rate = store_small(small_s, loaded, scale)
+        here = row < tile.count
+        valid = here[:, None]
+        if PERSISTENT:
+            wait_tiles(gates, phase)
+        else:
+            async_copy.wait_group(2)
+        bias = gate_bias(bias_s.load(column.type.layout), rate, GATE)[None, :]
+        store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
+        if PERSISTENT:
+            wait_tiles(keys, phase)
+            wait_tiles(squares, phase)
+        else:
+            async_copy.wait_group(1)
+        betas = gl.where(here, beta_value(by_row_s.index(0).load(row.type.layout), BETA), 0.0)[:, None]
+        norm_k = norm_factors(k_s.load(acc_l).to(gl.float32), L2NORM)
+        norm_q = norm_factors(q_s.load(acc_l).to(gl.float32), L2NORM)
+        by_row_s.index(3).store(gl.sum(norm_k, axis=1))
+        by_row_s.index(4).store(gl.sum(norm_q, axis=1))
+        by_row_s.index(5).store(gl.sum(betas, axis=1))
+        if PERSISTENT:
+            last_rows = (sums, (tile.batch, tile.start, tile.head, True))
+        else:
+            last_rows = (None, (G_s, grad_G + first_row * K, key_stride, tile.count))
+        if SAFE:
+            store_pairs_by_distance(near_A, far_A)
+            store_pairs_by_distance(near_Aqk, far_Aqk)
+            # `scale` on the right side, and on the left below
+            rows = (norm_k, norm_q * scale, norm_k * betas)
+            found = bounded_pairs(k_s, q_s, rows, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
+        else:
+            found = all_pairs(k_s, q_s, by_row_s, scale, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
+        sum_q, sum_left, sum_right, G = found
+        if PERSISTENT:
+            wait_tiles(sums, phase)
+            wait_tiles(parts, phase)
+        else:
+            async_copy.wait_group(0)
+        G += G_s.load(acc_l)
+        # in two parts, as the log decays were
+        high_G = reinterpret(high_s, gl.bfloat16, [C, K], rows_s)
+        low_G = reinterpret(low_s, gl.bfloat16, [C, K], rows_s)
+        high = G.to(gl.bfloat16)
+        high_G.store(high)
+        low_G.store((G - high.to(gl.float32)).to(gl.bfloat16))
+        fence_async_shared()
 
-    # of a log decay: dG of all later rows, as their sums have it as a term
-    i, s = opaque_indices(T, N, dot_l)
-    later = gl.where(s >= i, 1.0, 0.0).to(gl.bfloat16)
-    decay = weighted_sums(later, high_G, low_G, gl.zeros((C, K), gl.float32, layout=acc_l))
-    decay, later = warpgroup_mma_wait(0, deps=[decay, later])
-    x = g_s.load(acc_l).to(gl.float32)
-    if dt_bias is not None:
-        x += gl.load(dt_bias + head * K + column).to(gl.float32)[None, :]
-    dg, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
-    dg = gl.where(valid, dg, 0.0)
-    store_rows(out_g + first_row * K, key_stride, dg, count, left_w)
-    if partial_A_log is not None:
-        gl.store(partial_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
-    if partial_dt_bias is not None:
-        gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
+        same = by_row_s.index(1).load(row.type.layout)[:, None]
+        norm_k = by_row_s.index(3).load(row.type.layout)[:, None]
+        norm_q = by_row_s.index(4).load(row.type.layout)[:, None]
+        betas = by_row_s.index(5).load(row.type.layout)[:, None]
+        kn = k_s.load(acc_l).to(gl.float32) * norm_k
+        qn = q_s.load(acc_l).to(gl.float32) * norm_q
+        sum_q *= scale
+        dbeta = gl.sum(kn * sum_left, axis=1)
+        sum_left *= betas
+        sum_q += same * kn
+        part = grad_q_s.load(acc_l) if PREFETCH else load_rows(grad_q + first_row * K, key_stride, tile.count, acc_l, K)
+        sum_q += part.to(gl.float32)
+        if L2NORM:
+            sum_q = (sum_q - qn * gl.sum(sum_q * qn, axis=1)[:, None]) * norm_q
+        store_rows(out_q + first_row * K, key_stride, sum_q, tile.count, right_k)
+        sum_k = sum_left + sum_right + same * qn
+        part = grad_k_s.load(acc_l) if PREFETCH else load_rows(grad_k + first_row * K, key_stride, tile.count, acc_l, K)
+        part = half_rows(part.to(gl.float32))
+        part *= size_s.load(gl.SliceLayout(2, part.type.layout))[:, :, None]
+        sum_k += gl.convert_layout(part.reshape([C, K]), acc_l, assert_trivial=True)
+        if L2NORM:
+            sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
+        store_rows(out_k + first_row * K, key_stride, sum_k, tile.count, left_q)
+        raw = by_row_s.index(0).load(row.type.layout)
+        from_w = by_row_s.index(2).load(row.type.layout)
+        dbeta = beta_gradient(raw, dbeta + from_w, BETA)
+        gl.store(out_beta + first_row + row * HV, dbeta.to(out_beta.dtype.element_ty), mask=here)
+
+        x = g_s.load(acc_l)
+        if PERSISTENT:
+            index = next_tile(index)
+            more = index < tile_count
+            following = dense_chunk_tile(index, slots, T, HV)
+            count = gl.where(more, following.count, 0)
+            following = ChunkTile(following.head, following.chunk, following.batch, following.start, count)
+            fence_async_shared()
+            barrier()
+            load_tiles(gates, following.batch, following.start, following.head, more)
+            load_tiles(keys, following.batch, following.start, following.head // group, more)
+            load_tiles(squares, following.batch, following.start, following.head, more)
+            load_tiles(parts, following.batch, following.start, following.head, more)
+            nothing = gl.minimum(count, 0)  # hidden
+            next_row = wide(following.batch, T + nothing) * (HV + nothing) + wide(following.start, HV + nothing) + following.head
+            loaded = load_small(small, following, next_row, HV, K)
+        else:
+            index = tile_count
+
+        # of a log decay: dG of all later rows, as their sums have it as a term
+        i, s = opaque_indices(tile.count, tile.start, dot_l)
+        later = gl.where(s >= i, 1.0, 0.0).to(gl.bfloat16)
+        decay = weighted_sums(later, high_G, low_G, gl.zeros((C, K), gl.float32, layout=acc_l))
+        decay, later = warpgroup_mma_wait(0, deps=[decay, later])
+        x = x.to(gl.float32) + bias_s.load(column.type.layout)[None, :]
+        dg, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
+        dg = gl.where(valid, dg, 0.0)
+        store_rows(out_g + first_row * K, key_stride, dg, tile.count, left_w)
+        chunk = wide(tile.chunk, HV) + tile.head
+        if partial_A_log is not None:
+            gl.store(partial_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
+        if partial_dt_bias is not None:
+            gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
+        if PERSISTENT:
+            tile = following
+            first_row = next_row
+            phase = next_phase(phase)
 
 
 def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
-    bound = bind_div8(intra_kernel, problem, t, parts.arguments() | heads.arguments())
-    return Launch(intra_kernel, chunks(problem), *bound, 4 * (problem.K // 64))
+    own = parts.arguments() | heads.arguments()
+    tiles, sms = chunks(problem), sm_count(t.device)
+    own |= strides_of(dict(q=t.q, k=t.k, g=t.g, beta=t.beta))
+    persistent = whole_tiles(problem, tiles, sms, t.q, t.k, t.g)
+    own |= dict(tile_count=tiles, Aqk_d=None, PERSISTENT=persistent)
+    if persistent:
+        named = dict(own, q=t.q, k=t.k, g=t.g, Aqk_d=parts.grad_Aqk)
+        names = ("q", "k", "g", "grad_A", "Aqk_d", "grad_q", "grad_k", "grad_G")
+        own |= {name: by_token(named[name]) for name in names}
+    bound = bind_div8(intra_kernel, problem, t, own)
+    return Launch(intra_kernel, sms if persistent else tiles, *bound, 4 * (problem.K // 64))
