@@ -143,13 +143,14 @@ def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl
 
 @gluon.jit
 def all_pairs(
-    k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K,
+    k_s, q_s, factors_s, scale, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K,
 ):  # fmt: skip
     """Forms the gradients of `bounded_pairs`, exact for any decay. `near_A` and `near_Aqk` hold the whole matrices, and
-    `by_row_s` the rows' factors."""
+    `factors_s` the rows' factors."""
     row_l: gl.constexpr = gl.SliceLayout(1, acc_l)
     A_s, level_A, Aqk_s, level_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands
+    norm_k_s, norm_q_s, betas_s = factors_s
     zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     sum_q = zero
     sum_left = zero
@@ -167,9 +168,9 @@ def all_pairs(
         level_pairs(level_Aqk, Aqk_s, level)
         factor, to_boundary = warpgroup_mma_wait(0, deps=[factor, to_boundary])
         factor = exp2(factor)
-        of_right = by_row_s.index(3).load(row_l)[:, None]
-        of_q = by_row_s.index(4).load(row_l)[:, None] * scale
-        of_w = of_right * by_row_s.index(5).load(row_l)[:, None]
+        of_right = norm_k_s.load(row_l)[:, None]
+        of_q = norm_q_s.load(row_l)[:, None] * scale
+        of_w = of_right * betas_s.load(row_l)[:, None]
         # a row is in one half only: one tile of factors serves both sides
         right_k.store((k_s.load(acc_l).to(gl.float32) * (factor * of_right)).to(gl.bfloat16))
         left_q.store((q_s.load(acc_l).to(gl.float32) * (factor * of_q)).to(gl.bfloat16))
@@ -188,6 +189,11 @@ def all_pairs(
         sum_left += left * factor
     replace_decays(*last_rows)
     return sum_q, sum_left, sum_right, G
+
+
+@gluon.jit
+def floats(count: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float32, [count], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -218,11 +224,11 @@ def load_small(small, tile, first_row, HV, K):
 @gluon.jit
 def store_small(small_s, loaded, scale):
     """Stores what was loaded, out of registers until it is needed, but for the decay rate, which it returns."""
-    by_row_s, size_s, bias_s = small_s
+    raw_s, same_s, from_w_s, size_s, bias_s = small_s
     raw, same, from_w, size, bias, rate = loaded
-    by_row_s.index(0).store(raw.to(gl.float32))
-    by_row_s.index(1).store(same.to(gl.float32) * scale)
-    by_row_s.index(2).store(from_w.to(gl.float32))
+    raw_s.store(raw.to(gl.float32))
+    same_s.store(same.to(gl.float32) * scale)
+    from_w_s.store(from_w.to(gl.float32))
     size_s.store(size)
     bias_s.store(bias)
     return rate
@@ -284,9 +290,15 @@ def intra_kernel(
     far_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
-    by_row_s = gl.allocate_shared_memory(gl.float32, [6, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # each a place of its own: else the compiler has all threads meet between stores
+    raw_s = floats(C)
+    same_s = floats(C)
+    from_w_s = floats(C)
+    norm_k_s = floats(C)
+    norm_q_s = floats(C)
+    betas_s = floats(C)
+    bias_s = floats(K)
     size_s = gl.allocate_shared_memory(gl.float32, [C, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    bias_s = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if PREFETCH:
         grad_q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
         grad_k_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
@@ -297,7 +309,8 @@ def intra_kernel(
     column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
     first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
     small = (beta, beta_batch, beta_token, beta_head, grad_Aqk, grad_beta, size_k, A_log, dt_bias)
-    small_s = (by_row_s, size_s, bias_s)
+    factors_s = (norm_k_s, norm_q_s, betas_s)
+    small_s = (raw_s, same_s, from_w_s, size_s, bias_s)
     if PERSISTENT:
         sums = (make_channel(grad_G, G_s),)
         gates = (make_channel(g, g_s),)
@@ -347,12 +360,12 @@ def intra_kernel(
             wait_tiles(squares, phase)
         else:
             async_copy.wait_group(1)
-        betas = gl.where(here, beta_value(by_row_s.index(0).load(row.type.layout), BETA), 0.0)[:, None]
+        betas = gl.where(here, beta_value(raw_s.load(row.type.layout), BETA), 0.0)[:, None]
         norm_k = norm_factors(k_s.load(acc_l).to(gl.float32), L2NORM)
         norm_q = norm_factors(q_s.load(acc_l).to(gl.float32), L2NORM)
-        by_row_s.index(3).store(gl.sum(norm_k, axis=1))
-        by_row_s.index(4).store(gl.sum(norm_q, axis=1))
-        by_row_s.index(5).store(gl.sum(betas, axis=1))
+        norm_k_s.store(gl.sum(norm_k, axis=1))
+        norm_q_s.store(gl.sum(norm_q, axis=1))
+        betas_s.store(gl.sum(betas, axis=1))
         if PERSISTENT:
             last_rows = (sums, (tile.batch, tile.start, tile.head, True))
         else:
@@ -364,7 +377,7 @@ def intra_kernel(
             rows = (norm_k, norm_q * scale, norm_k * betas)
             found = bounded_pairs(k_s, q_s, rows, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
         else:
-            found = all_pairs(k_s, q_s, by_row_s, scale, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
+            found = all_pairs(k_s, q_s, factors_s, scale, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
         sum_q, sum_left, sum_right, G = found
         if PERSISTENT:
             wait_tiles(sums, phase)
@@ -380,10 +393,10 @@ def intra_kernel(
         low_G.store((G - high.to(gl.float32)).to(gl.bfloat16))
         fence_async_shared()
 
-        same = by_row_s.index(1).load(row.type.layout)[:, None]
-        norm_k = by_row_s.index(3).load(row.type.layout)[:, None]
-        norm_q = by_row_s.index(4).load(row.type.layout)[:, None]
-        betas = by_row_s.index(5).load(row.type.layout)[:, None]
+        same = same_s.load(row.type.layout)[:, None]
+        norm_k = norm_k_s.load(row.type.layout)[:, None]
+        norm_q = norm_q_s.load(row.type.layout)[:, None]
+        betas = betas_s.load(row.type.layout)[:, None]
         kn = k_s.load(acc_l).to(gl.float32) * norm_k
         qn = q_s.load(acc_l).to(gl.float32) * norm_q
         sum_q *= scale
@@ -403,8 +416,8 @@ def intra_kernel(
         if L2NORM:
             sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
         store_rows(out_k + first_row * K, key_stride, sum_k, tile.count, left_q)
-        raw = by_row_s.index(0).load(row.type.layout)
-        from_w = by_row_s.index(2).load(row.type.layout)
+        raw = raw_s.load(row.type.layout)
+        from_w = from_w_s.load(row.type.layout)
         dbeta = beta_gradient(raw, dbeta + from_w, BETA)
         gl.store(out_beta + first_row + row * HV, dbeta.to(out_beta.dtype.element_ty), mask=here)
 
