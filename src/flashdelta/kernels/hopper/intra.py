@@ -31,11 +31,11 @@ from ..shared.gluon.math import (
     exp2_negative,
     gate_bias,
     gate_gradient,
-    norm_factors,
     reciprocal,
     token_offset,
     wide,
 )
+from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.finish import ByHead
 from ..stages.launch import bind_div8, chunks
@@ -189,6 +189,17 @@ def all_pairs(
         sum_left += left * factor
     replace_decays(*last_rows)
     return sum_q, sum_left, sum_right, G
+
+
+@gluon.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit
+def sum_both(x, y, axis: gl.constexpr):
+    """Sums of both along an axis; warps exchange theirs at once."""
+    return gl.reduce((x, y), axis, add_both)
 
 
 @gluon.jit
@@ -361,8 +372,14 @@ def intra_kernel(
         else:
             async_copy.wait_group(1)
         betas = gl.where(here, beta_value(raw_s.load(row.type.layout), BETA), 0.0)[:, None]
-        norm_k = norm_factors(k_s.load(acc_l).to(gl.float32), L2NORM)
-        norm_q = norm_factors(q_s.load(acc_l).to(gl.float32), L2NORM)
+        norm_k = gl.full((C, 1), 1.0, gl.float32, layout=acc_l)
+        norm_q = norm_k
+        if L2NORM:
+            kn = k_s.load(acc_l).to(gl.float32)
+            qn = q_s.load(acc_l).to(gl.float32)
+            norm_k, norm_q = sum_both(kn * kn, qn * qn, 1)
+            norm_k = gl.rsqrt(norm_k + L2_EPS)[:, None]
+            norm_q = gl.rsqrt(norm_q + L2_EPS)[:, None]
         norm_k_s.store(gl.sum(norm_k, axis=1))
         norm_q_s.store(gl.sum(norm_q, axis=1))
         betas_s.store(gl.sum(betas, axis=1))
@@ -400,13 +417,16 @@ def intra_kernel(
         kn = k_s.load(acc_l).to(gl.float32) * norm_k
         qn = q_s.load(acc_l).to(gl.float32) * norm_q
         sum_q *= scale
-        dbeta = gl.sum(kn * sum_left, axis=1)
+        products = kn * sum_left
         sum_left *= betas
         sum_q += same * kn
         part = grad_q_s.load(acc_l) if PREFETCH else load_rows(grad_q + first_row * K, key_stride, tile.count, acc_l, K)
         sum_q += part.to(gl.float32)
         if L2NORM:
-            sum_q = (sum_q - qn * gl.sum(sum_q * qn, axis=1)[:, None]) * norm_q
+            dbeta, along = sum_both(products, sum_q * qn, 1)
+            sum_q = (sum_q - qn * along[:, None]) * norm_q
+        else:
+            dbeta = gl.sum(products, axis=1)
         store_rows(out_q + first_row * K, key_stride, sum_q, tile.count, right_k)
         sum_k = sum_left + sum_right + same * qn
         part = grad_k_s.load(acc_l) if PREFETCH else load_rows(grad_k + first_row * K, key_stride, tile.count, acc_l, K)
@@ -450,10 +470,12 @@ def intra_kernel(
         dg = gl.where(valid, dg, 0.0)
         store_rows(out_g + first_row * K, key_stride, dg, tile.count, left_w)
         chunk = wide(tile.chunk, HV) + tile.head
+        if partial_A_log is not None or partial_dt_bias is not None:
+            of_A, of_bias = sum_both(gl.where(valid, of_A, 0.0), dg, 0)
         if partial_A_log is not None:
-            gl.store(partial_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
+            gl.store(partial_A_log + chunk * K + column, of_A)
         if partial_dt_bias is not None:
-            gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
+            gl.store(partial_dt_bias + chunk * K + column, of_bias)
         if PERSISTENT:
             tile = following
             first_row = next_row
