@@ -324,15 +324,14 @@ def intra_kernel(
     small_s = (raw_s, same_s, from_w_s, size_s, bias_s)
     if PERSISTENT:
         sums = (make_channel(grad_G, G_s),)
-        gates = (make_channel(g, g_s),)
+        gates = make_channel(g, g_s)
         keys = (make_channel(q, q_s), make_channel(k, k_s))
         squares = (make_channel(grad_A, near_A), make_channel(Aqk_d, near_Aqk))
         parts = (make_channel(grad_q, grad_q_s), make_channel(grad_k, grad_k_s))
+        of_head = (gates, squares[0], squares[1], parts[0], parts[1])
         fence_async_shared()
-        load_tiles(gates, tile.batch, tile.start, tile.head, True)
+        load_tiles(of_head, tile.batch, tile.start, tile.head, True)
         load_tiles(keys, tile.batch, tile.start, tile.head // group, True)
-        load_tiles(squares, tile.batch, tile.start, tile.head, True)
-        load_tiles(parts, tile.batch, tile.start, tile.head, True)
         loaded = load_small(small, tile, first_row, HV, K)
     else:
         # in units of 8 elements
@@ -361,7 +360,7 @@ def intra_kernel(
         here = row < tile.count
         valid = here[:, None]
         if PERSISTENT:
-            wait_tiles(gates, phase)
+            gates.wait(phase)
         else:
             async_copy.wait_group(2)
         bias = gate_bias(bias_s.load(column.type.layout), rate, GATE)[None, :]
@@ -450,10 +449,8 @@ def intra_kernel(
             following = ChunkTile(following.head, following.chunk, following.batch, following.start, count)
             fence_async_shared()
             barrier()
-            load_tiles(gates, following.batch, following.start, following.head, more)
+            load_tiles(of_head, following.batch, following.start, following.head, more)
             load_tiles(keys, following.batch, following.start, following.head // group, more)
-            load_tiles(squares, following.batch, following.start, following.head, more)
-            load_tiles(parts, following.batch, following.start, following.head, more)
             nothing = gl.minimum(count, 0)  # hidden
             next_row = wide(following.batch, T + nothing) * (HV + nothing) + wide(following.start, HV + nothing) + following.head
             loaded = load_small(small, following, next_row, HV, K)
