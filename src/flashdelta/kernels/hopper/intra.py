@@ -193,13 +193,8 @@ def all_pairs(
 
 @gluon.jit
 def add_both(a, b, c, d):
+    """Adds two pairs: warps exchange both sums at once."""
     return a + c, b + d
-
-
-@gluon.jit
-def sum_both(x, y, axis: gl.constexpr):
-    """Sums of both along an axis; warps exchange theirs at once."""
-    return gl.reduce((x, y), axis, add_both)
 
 
 @gluon.jit
@@ -230,19 +225,6 @@ def load_small(small, tile, first_row, HV, K):
     if dt_bias is not None:
         bias += gl.load(dt_bias + tile.head * K + gl.arange(0, K, layout=line_l), volatile=True).to(gl.float32)
     return raw, same, from_w, size, bias, decay_rate(A_log, tile.head, volatile=True)
-
-
-@gluon.jit
-def store_small(small_s, loaded, scale):
-    """Stores what was loaded, out of registers until it is needed, but for the decay rate, which it returns."""
-    raw_s, same_s, from_w_s, size_s, bias_s = small_s
-    raw, same, from_w, size, bias, rate = loaded
-    raw_s.store(raw.to(gl.float32))
-    same_s.store(same.to(gl.float32) * scale)
-    from_w_s.store(from_w.to(gl.float32))
-    size_s.store(size)
-    bias_s.store(bias)
-    return rate
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
@@ -321,14 +303,12 @@ def intra_kernel(
     first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
     small = (beta, beta_batch, beta_token, beta_head, grad_Aqk, grad_beta, size_k, A_log, dt_bias)
     factors_s = (norm_k_s, norm_q_s, betas_s)
-    small_s = (raw_s, same_s, from_w_s, size_s, bias_s)
     if PERSISTENT:
         sums = (make_channel(grad_G, G_s),)
-        gates = make_channel(g, g_s)
         keys = (make_channel(q, q_s), make_channel(k, k_s))
         squares = (make_channel(grad_A, near_A), make_channel(Aqk_d, near_Aqk))
         parts = (make_channel(grad_q, grad_q_s), make_channel(grad_k, grad_k_s))
-        of_head = (gates, squares[0], squares[1], parts[0], parts[1])
+        of_head = (make_channel(g, g_s), squares[0], squares[1], parts[0], parts[1])
         fence_async_shared()
         load_tiles(of_head, tile.batch, tile.start, tile.head, True)
         load_tiles(keys, tile.batch, tile.start, tile.head // group, True)
@@ -356,11 +336,18 @@ def intra_kernel(
     phase = 0
     # loop-invariant values are not hoisted: they would spill
     while condition(index < tile_count, disable_licm=True):
-        rate = store_small(small_s, loaded, scale)
+        # out of registers until they are needed
+        raw, same, from_w, size, bias, rate = loaded
+        raw_s.store(raw.to(gl.float32))
+        same_s.store(same.to(gl.float32) * scale)
+        from_w_s.store(from_w.to(gl.float32))
+        size_s.store(size)
+        bias_s.store(bias)
+        opaque = tile.start if PERSISTENT else N
         here = row < tile.count
         valid = here[:, None]
         if PERSISTENT:
-            gates.wait(phase)
+            of_head[0].wait(phase)
         else:
             async_copy.wait_group(2)
         bias = gate_bias(bias_s.load(column.type.layout), rate, GATE)[None, :]
@@ -370,18 +357,18 @@ def intra_kernel(
             wait_tiles(squares, phase)
         else:
             async_copy.wait_group(1)
-        betas = gl.where(here, beta_value(raw_s.load(row.type.layout), BETA), 0.0)[:, None]
-        norm_k = gl.full((C, 1), 1.0, gl.float32, layout=acc_l)
+        betas = gl.where(here, beta_value(raw_s.load(row.type.layout), BETA), 0.0)
+        norm_k = gl.full((C,), 1.0, gl.float32, layout=row.type.layout)
         norm_q = norm_k
         if L2NORM:
             kn = k_s.load(acc_l).to(gl.float32)
             qn = q_s.load(acc_l).to(gl.float32)
-            norm_k, norm_q = sum_both(kn * kn, qn * qn, 1)
-            norm_k = gl.rsqrt(norm_k + L2_EPS)[:, None]
-            norm_q = gl.rsqrt(norm_q + L2_EPS)[:, None]
-        norm_k_s.store(gl.sum(norm_k, axis=1))
-        norm_q_s.store(gl.sum(norm_q, axis=1))
-        betas_s.store(gl.sum(betas, axis=1))
+            norm_k, norm_q = gl.reduce((kn * kn, qn * qn), 1, add_both)
+            norm_k = gl.rsqrt(norm_k + L2_EPS)
+            norm_q = gl.rsqrt(norm_q + L2_EPS)
+        norm_k_s.store(norm_k)
+        norm_q_s.store(norm_q)
+        betas_s.store(betas)
         if PERSISTENT:
             last_rows = (sums, (tile.batch, tile.start, tile.head, True))
         else:
@@ -390,10 +377,12 @@ def intra_kernel(
             store_pairs_by_distance(near_A, far_A)
             store_pairs_by_distance(near_Aqk, far_Aqk)
             # `scale` on the right side, and on the left below
-            rows = (norm_k, norm_q * scale, norm_k * betas)
-            found = bounded_pairs(k_s, q_s, rows, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
+            rows = (norm_k[:, None], (norm_q * scale)[:, None], (norm_k * betas)[:, None])
+            found = bounded_pairs(k_s, q_s, rows, tile.count, opaque, matrices, operands, last_rows, acc_l, dot_l, K)
         else:
-            found = all_pairs(k_s, q_s, factors_s, scale, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
+            found = all_pairs(
+                k_s, q_s, factors_s, scale, tile.count, opaque, matrices, operands, last_rows, acc_l, dot_l, K
+            )
         sum_q, sum_left, sum_right, G = found
         if PERSISTENT:
             wait_tiles(sums, phase)
@@ -422,7 +411,7 @@ def intra_kernel(
         part = grad_q_s.load(acc_l) if PREFETCH else load_rows(grad_q + first_row * K, key_stride, tile.count, acc_l, K)
         sum_q += part.to(gl.float32)
         if L2NORM:
-            dbeta, along = sum_both(products, sum_q * qn, 1)
+            dbeta, along = gl.reduce((products, sum_q * qn), 1, add_both)
             sum_q = (sum_q - qn * along[:, None]) * norm_q
         else:
             dbeta = gl.sum(products, axis=1)
@@ -451,14 +440,15 @@ def intra_kernel(
             barrier()
             load_tiles(of_head, following.batch, following.start, following.head, more)
             load_tiles(keys, following.batch, following.start, following.head // group, more)
-            nothing = gl.minimum(count, 0)  # hidden
-            next_row = wide(following.batch, T + nothing) * (HV + nothing) + wide(following.start, HV + nothing) + following.head
+            nothing = gl.minimum(count, 0)
+            next_row = wide(following.batch, T + nothing) * (HV + nothing)
+            next_row += wide(following.start, HV + nothing) + following.head
             loaded = load_small(small, following, next_row, HV, K)
         else:
             index = tile_count
 
         # of a log decay: dG of all later rows, as their sums have it as a term
-        i, s = opaque_indices(tile.count, tile.start, dot_l)
+        i, s = opaque_indices(tile.count, opaque, dot_l)
         later = gl.where(s >= i, 1.0, 0.0).to(gl.bfloat16)
         decay = weighted_sums(later, high_G, low_G, gl.zeros((C, K), gl.float32, layout=acc_l))
         decay, later = warpgroup_mma_wait(0, deps=[decay, later])
@@ -468,7 +458,7 @@ def intra_kernel(
         store_rows(out_g + first_row * K, key_stride, dg, tile.count, left_w)
         chunk = wide(tile.chunk, HV) + tile.head
         if partial_A_log is not None or partial_dt_bias is not None:
-            of_A, of_bias = sum_both(gl.where(valid, of_A, 0.0), dg, 0)
+            of_A, of_bias = gl.reduce((gl.where(valid, of_A, 0.0), dg), 0, add_both)
         if partial_A_log is not None:
             gl.store(partial_A_log + chunk * K + column, of_A)
         if partial_dt_bias is not None:
@@ -480,14 +470,12 @@ def intra_kernel(
 
 
 def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
-    own = parts.arguments() | heads.arguments()
+    own = parts.arguments() | heads.arguments() | strides_of(dict(q=t.q, k=t.k, g=t.g, beta=t.beta))
     tiles, sms = chunks(problem), sm_count(t.device)
-    own |= strides_of(dict(q=t.q, k=t.k, g=t.g, beta=t.beta))
     persistent = whole_tiles(problem, tiles, sms, t.q, t.k, t.g)
     own |= dict(tile_count=tiles, Aqk_d=None, PERSISTENT=persistent)
     if persistent:
-        named = dict(own, q=t.q, k=t.k, g=t.g, Aqk_d=parts.grad_Aqk)
-        names = ("q", "k", "g", "grad_A", "Aqk_d", "grad_q", "grad_k", "grad_G")
-        own |= {name: by_token(named[name]) for name in names}
-    bound = bind_div8(intra_kernel, problem, t, own)
-    return Launch(intra_kernel, sms if persistent else tiles, *bound, 4 * (problem.K // 64))
+        whole = {name: own[name] for name in ("grad_A", "grad_q", "grad_k", "grad_G")}
+        own |= {name: by_token(x) for name, x in dict(whole, q=t.q, k=t.k, g=t.g, Aqk_d=parts.grad_Aqk).items()}
+    ctas = sms if persistent else tiles
+    return Launch(intra_kernel, ctas, *bind_div8(intra_kernel, problem, t, own), 4 * (problem.K // 64))
