@@ -1,5 +1,5 @@
 """Stage `intra` of the backward pass for Hopper: from the gradients of the matrices `A` and `Aqk` to those of the call's
-inputs. One CTA per (chunk, value head).
+inputs. One CTA per (chunk, value head), or a persistent one per SM.
 
 Contract: as `triton/intra.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and parts of dq and dk come in 16 bits
 (`wy.py`).
@@ -248,7 +248,11 @@ def intra_kernel(
                  dG of `wy`            dG += left_q dq + left_w L - right_k dk_right;  sums over later rows by an MMA: dg
                  dq, dk of `wy`        + diagonal pairs, norms: dq, dk;  beta, gate: dbeta, dg, partial sums for A_log, dt_bias
 
-    With K = 64 dq and dk of `wy` are not copied: two CTAs share an SM."""
+    A persistent CTA loads all of the next tile but dG as soon as dk is stored. With K = 64 dq and dk of `wy` are not copied:
+    two CTAs share an SM.
+
+    `PERSISTENT`: for fixed lengths; tensor descriptors stand for q, k, g, `grad_A`, `grad_q`, `grad_k` and `grad_G`, and
+    `Aqk_d` is that of `grad_Aqk`."""
     # a warpgroup for 64 channels
     acc_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, K // 64], [16, 64, 16])  # version, warps, instruction
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
