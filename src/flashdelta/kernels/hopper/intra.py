@@ -476,7 +476,8 @@ def intra_kernel(
 def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
     own = parts.arguments() | heads.arguments() | strides_of(dict(q=t.q, k=t.k, g=t.g, beta=t.beta))
     tiles, sms = chunks(problem), sm_count(t.device)
-    persistent = whole_tiles(problem, tiles, sms, t.q, t.k, t.g)
+    # with unbounded gates they would spill
+    persistent = problem.safe_gate and whole_tiles(problem, tiles, sms, t.q, t.k, t.g)
     own |= dict(tile_count=tiles, Aqk_d=None, PERSISTENT=persistent)
     if persistent:
         whole = {name: own[name] for name in ("grad_A", "grad_q", "grad_k", "grad_G")}
