@@ -373,10 +373,8 @@ def intra_kernel(
         norm_k_s.store(norm_k)
         norm_q_s.store(norm_q)
         betas_s.store(betas)
-        if PERSISTENT:
-            last_rows = (sums, (tile.batch, tile.start, tile.head, True))
-        else:
-            last_rows = (None, (G_s, grad_G + first_row * K, key_stride, tile.count))
+        of_tile = (tile.batch, tile.start, tile.head, True)
+        last_rows = (sums, of_tile) if PERSISTENT else (None, (G_s, grad_G + first_row * K, key_stride, tile.count))
         if SAFE:
             store_pairs_by_distance(near_A, far_A)
             store_pairs_by_distance(near_Aqk, far_Aqk)
