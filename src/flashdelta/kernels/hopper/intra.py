@@ -446,7 +446,9 @@ def intra_kernel(
             next_row = wide(following.batch, T + nothing) * (HV + nothing)
             next_row += wide(following.start, HV + nothing) + following.head
             loaded = load_small(small, following, next_row, HV, K)
+            chunk = wide(tile.chunk, HV) + tile.head
         else:
+            chunk = index.to(gl.int64)
             index = tile_count
 
         # of a log decay: dG of all later rows, as their sums have it as a term
@@ -458,7 +460,6 @@ def intra_kernel(
         dg, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
         dg = gl.where(valid, dg, 0.0)
         store_rows(out_g + first_row * K, key_stride, dg, tile.count, left_w)
-        chunk = wide(tile.chunk, HV) + tile.head
         if partial_A_log is not None or partial_dt_bias is not None:
             of_A, of_bias = gl.reduce((gl.where(valid, of_A, 0.0), dg), 0, add_both)
         if partial_A_log is not None:
