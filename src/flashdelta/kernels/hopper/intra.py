@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language import condition
+from triton.language.extra.cuda import gdc_wait
 
 from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch, sm_count
@@ -314,8 +315,10 @@ def intra_kernel(
         parts = (make_channel(grad_q, grad_q_s), make_channel(grad_k, grad_k_s))
         of_head = (make_channel(g, g_s), squares[0], squares[1], parts[0], parts[1])
         fence_async_shared()
-        load_tiles(of_head, tile.batch, tile.start, tile.head, True)
         load_tiles(keys, tile.batch, tile.start, tile.head // group, True)
+        load_tiles(of_head[:1], tile.batch, tile.start, tile.head, True)
+        gdc_wait()  # for what `wy` leaves
+        load_tiles(of_head[1:], tile.batch, tile.start, tile.head, True)
         loaded = load_small(small, tile, first_row, HV, K)
     else:
         # in units of 8 elements
@@ -482,4 +485,6 @@ def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads
         whole = {name: own[name] for name in ("grad_A", "grad_q", "grad_k", "grad_G")}
         own |= {name: by_token(x) for name, x in dict(whole, q=t.q, k=t.k, g=t.g, Aqk_d=parts.grad_Aqk).items()}
     ctas = sms if persistent else tiles
-    return Launch(intra_kernel, ctas, *bind_div8(intra_kernel, problem, t, own), 4 * (problem.K // 64))
+    return Launch(
+        intra_kernel, ctas, *bind_div8(intra_kernel, problem, t, own), 4 * (problem.K // 64), overlaps=persistent
+    )

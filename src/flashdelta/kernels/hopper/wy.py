@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...problem.problem import ChunkProblem, ChunkTensors, Tensors, WyProblem, WyTensors
 from ...program.launch import Launch, sm_count
@@ -169,6 +170,7 @@ def wy_kernel(
         fence_async_shared()
         load_tiles(matrix, tile.batch, tile.start, tile.head, True)
         load_tiles(values, tile.batch, tile.start, tile.head, True)
+        gdc_launch_dependents()
         load_tiles(sums, tile.batch, tile.start, tile.head, True)
         load_tiles(keys, tile.batch, tile.start, qk_head, True)
         load_tiles(states, tile.chunk, tile.head, 0, True)
