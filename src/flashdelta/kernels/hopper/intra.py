@@ -41,11 +41,8 @@ from ..stages.finish import ByHead
 from ..stages.launch import bind_div8, chunks
 from ..stages.wy import Parts
 from .device.layouts import C, copy_rows, half_rows, load_rows, row_column, store_rows
-from .device.pipeline import make_channel, next_phase
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile
-from .device.tma import load_tiles, wait_tiles
 from .device.wgmma import opaque_indices, store_decays, weighted_sums
-from .wy import by_token, strides_of, whole_tiles
 
 
 @gluon.jit
@@ -89,14 +86,11 @@ def decay_gradient(operand, grad):
 
 
 @gluon.jit
-def replace_decays(channels, place):
-    """Starts the copy of the rows (`load_tiles`, without channels `copy_rows`) that take the decays' place."""
+def replace_decays(last_rows):
+    """Starts the copy of the rows (`copy_rows`) that take the decays' place."""
     barrier()  # the MMAs of both warpgroups have read the decays
-    if channels is None:
-        copy_rows(*place)
-        async_copy.commit_group()
-    else:
-        load_tiles(channels, *place)
+    copy_rows(*last_rows)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -118,7 +112,7 @@ def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl
     halves = gl.where((s >= 16) & (s < 48) & (i >= 0), 0.5, 0.0).to(gl.float16)
     between = weighted_sums(halves, high_s, low_s, zero)
     distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, halves])
-    replace_decays(*last_rows)
+    replace_decays(last_rows)
     between = exp2(between)
     left = exp2(distance)
     right_k.store((k_s.load(acc_l).to(gl.float32) * (exp2_negative(distance) * of_right)).to(gl.bfloat16))
@@ -187,7 +181,7 @@ def all_pairs(
         left = warpgroup_mma(level_A, right_k, zero, use_acc=False)
         G += decay_gradient(left_w, left)
         sum_left += left * factor
-    replace_decays(*last_rows)
+    replace_decays(last_rows)
     return sum_q, sum_left, sum_right, G
 
 
@@ -208,17 +202,33 @@ def floats(count: gl.constexpr):
 
 
 @gluon.jit
-def load_small(small, tile, first_row, HV, K):
-    """What a tile needs besides rows and matrices. Volatile: else the compiler moves these loads to where they are needed, or
-    behind all copies, where they queue."""
-    beta, beta_batch, beta_token, beta_head, grad_Aqk, grad_beta, size_k, A_log, dt_bias = small
+def offset(tile, head, of, nothing):
+    return token_offset(tile.batch, tile.start, head, of[0] + nothing, of[1] + nothing, of[2] + nothing)
+
+
+@gluon.jit
+def start_copies(tile, inputs, strides, parts, places, T, HV, group, K):
+    """Starts the copies of a tile's operands, in the order of need. Returns its first row, and what is loaded to registers."""
+    q, k, g, beta, A_log, dt_bias = inputs
+    of_q, of_k, of_g, of_beta = strides
+    grad_A, grad_Aqk, grad_q, grad_k, grad_beta, size_k = parts
+    g_s, q_s, k_s, near_A, near_Aqk, grad_q_s, grad_k_s = places
+    # 0, which the compiler can't see: offsets with it are not kept over the loop
+    nothing = gl.minimum(tile.count, 0)
+    HV += nothing
+    first_row = wide(tile.batch, T + nothing) * HV + wide(tile.start, HV) + tile.head
+    # in units of 8 elements
+    g += offset(tile, tile.head, of_g, nothing) * 8
+    q += offset(tile, tile.head // group, of_q, nothing) * 8
+    k += offset(tile, tile.head // group, of_k, nothing) * 8
+    beta += offset(tile, tile.head, of_beta, nothing)
+    copy_rows(g_s, g, (of_g[1] + nothing) * 8, tile.count)
+    async_copy.commit_group()
+    # volatile, and a barrier: else the compiler moves these loads behind all copies, where they queue
     line_l: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    nothing = gl.minimum(tile.count, 0)  # 0, which the compiler can't see: offsets with it are not kept over the loop
     row = gl.arange(0, C, layout=line_l) + nothing
     here = row < tile.count
-    of_batch, of_token, of_head = beta_batch + nothing, beta_token + nothing, beta_head + nothing
-    in_betas = token_offset(tile.batch, tile.start, tile.head, of_batch, of_token, of_head) + row * of_token
-    raw = gl.load(beta + in_betas, mask=here, other=0.0, volatile=True)
+    raw = gl.load(beta + row * (of_beta[1] + nothing), mask=here, other=0.0, volatile=True)
     same = gl.load(grad_Aqk + first_row * C + row * (HV * C + 1), mask=here, other=0.0, volatile=True)
     from_w = gl.load(grad_beta + first_row + row * HV, mask=here, other=0.0, volatile=True)
     size_l: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [gl.num_warps(), 1], [1, 0])
@@ -229,26 +239,24 @@ def load_small(small, tile, first_row, HV, K):
     bias = gl.zeros([K], gl.float32, layout=line_l)
     if dt_bias is not None:
         bias += gl.load(dt_bias + tile.head * K + gl.arange(0, K, layout=line_l), volatile=True).to(gl.float32)
-    return raw, same, from_w, size, bias, decay_rate(A_log, tile.head, volatile=True)
-
-
-@gluon.jit
-def store_small(small_s, loaded, scale):
-    """Stores what was loaded, out of registers until it is needed, but for the decay rate, which it returns."""
-    raw_s, same_s, from_w_s, size_s, bias_s = small_s
-    raw, same, from_w, size, bias, rate = loaded
-    raw_s.store(raw.to(gl.float32))
-    same_s.store(same.to(gl.float32) * scale)
-    from_w_s.store(from_w.to(gl.float32))
-    size_s.store(size)
-    bias_s.store(bias)
-    return rate
+    rate = decay_rate(A_log, tile.head, volatile=True)
+    barrier()
+    copy_rows(q_s, q, (of_q[1] + nothing) * 8, tile.count)
+    copy_rows(k_s, k, (of_k[1] + nothing) * 8, tile.count)
+    copy_rows(near_A, grad_A + first_row * C, HV * C, tile.count)
+    copy_rows(near_Aqk, grad_Aqk + first_row * C, HV * C, tile.count)
+    async_copy.commit_group()
+    if grad_q_s is not None:
+        copy_rows(grad_q_s, grad_q + first_row * K, HV * K, tile.count)
+        copy_rows(grad_k_s, grad_k + first_row * K, HV * K, tile.count)
+    async_copy.commit_group()
+    return first_row, (raw, same, from_w, size, bias, rate)
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, size_k, out_q, out_k,
-    out_g, out_beta, partial_A_log, partial_dt_bias, Aqk_d, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    out_g, out_beta, partial_A_log, partial_dt_bias, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, tile_count: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
@@ -274,20 +282,16 @@ def intra_kernel(
     half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
     wide_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], out_g.dtype.element_ty)
+    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], g.dtype.element_ty)
     PREFETCH: gl.constexpr = K == 128
     index = first_tile()
-    if PERSISTENT:
-        tile = dense_chunk_tile(index, slots, T, HV)
-    else:
-        tile, _n, _begin = chunk_tile(index, cu_seqlens, slots, N, T, HV)
-        if tile.count <= 0:
-            store_no_partials(partial_A_log, partial_dt_bias, wide(tile.chunk, HV) + tile.head, K)
-            return
+    tile, _n, _begin = chunk_tile(index, cu_seqlens, slots, N, T, HV)
+    if tile.count <= 0:
+        store_no_partials(partial_A_log, partial_dt_bias, wide(tile.chunk, HV) + tile.head, K)
+        return
     key_stride = HV * K
-    square_stride = HV * C
 
-    g_s = gl.allocate_shared_memory(out_g.dtype.element_ty, [C, K], g_l)
+    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, K], g_l)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     right_k = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
@@ -310,66 +314,37 @@ def intra_kernel(
     betas_s = floats(C)
     bias_s = floats(K)
     size_s = gl.allocate_shared_memory(gl.float32, [C, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if PREFETCH:
-        grad_q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-        grad_k_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
+    grad_q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s) if PREFETCH else None
+    grad_k_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s) if PREFETCH else None
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, high_s, low_s)
+    factors_s = (norm_k_s, norm_q_s, betas_s)
 
     row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))
     column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
-    first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
-    small = (beta, beta_batch, beta_token, beta_head, grad_Aqk, grad_beta, size_k, A_log, dt_bias)
-    factors_s = (norm_k_s, norm_q_s, betas_s)
-    small_s = (raw_s, same_s, from_w_s, size_s, bias_s)
-    if PERSISTENT:
-        sums = (make_channel(grad_G, G_s),)
-        gates = make_channel(g, g_s)
-        keys = (make_channel(q, q_s), make_channel(k, k_s))
-        squares = (make_channel(grad_A, near_A), make_channel(Aqk_d, near_Aqk))
-        parts = (make_channel(grad_q, grad_q_s), make_channel(grad_k, grad_k_s))
-        of_head = (gates, squares[0], squares[1], parts[0], parts[1])
-        fence_async_shared()
-        load_tiles(of_head, tile.batch, tile.start, tile.head, True)
-        load_tiles(keys, tile.batch, tile.start, tile.head // group, True)
-        loaded = load_small(small, tile, first_row, HV, K)
-    else:
-        # in units of 8 elements
-        qk_head = tile.head // group
-        q += token_offset(tile.batch, tile.start, qk_head, q_batch, q_token, q_head) * 8
-        k += token_offset(tile.batch, tile.start, qk_head, k_batch, k_token, k_head) * 8
-        g += token_offset(tile.batch, tile.start, tile.head, g_batch, g_token, g_head) * 8
-        copy_rows(g_s, g, g_token * 8, tile.count)
-        async_copy.commit_group()
-        loaded = load_small(small, tile, first_row, HV, K)
-        barrier()
-        copy_rows(q_s, q, q_token * 8, tile.count)
-        copy_rows(k_s, k, k_token * 8, tile.count)
-        copy_rows(near_A, grad_A + first_row * C, square_stride, tile.count)
-        copy_rows(near_Aqk, grad_Aqk + first_row * C, square_stride, tile.count)
-        async_copy.commit_group()
-        if PREFETCH:
-            copy_rows(grad_q_s, grad_q + first_row * K, key_stride, tile.count)
-            copy_rows(grad_k_s, grad_k + first_row * K, key_stride, tile.count)
-        async_copy.commit_group()
+    inputs = (q, k, g, beta, A_log, dt_bias)
+    of_q = (q_batch, q_token, q_head)
+    of_k = (k_batch, k_token, k_head)
+    strides = (of_q, of_k, (g_batch, g_token, g_head), (beta_batch, beta_token, beta_head))
+    parts = (grad_A, grad_Aqk, grad_q, grad_k, grad_beta, size_k)
+    places = (g_s, q_s, k_s, near_A, near_Aqk, grad_q_s, grad_k_s)
+    first_row, loaded = start_copies(tile, inputs, strides, parts, places, T, HV, group, K)
 
-    phase = 0
     # loop-invariant values are not hoisted: they would spill
     while condition(index < tile_count, disable_licm=True):
-        rate = store_small(small_s, loaded, scale)
+        # out of registers until they are needed
+        raw, same, from_w, size, bias, rate = loaded
+        raw_s.store(raw.to(gl.float32))
+        same_s.store(same.to(gl.float32) * scale)
+        from_w_s.store(from_w.to(gl.float32))
+        size_s.store(size)
+        bias_s.store(bias)
         here = row < tile.count
         valid = here[:, None]
-        if PERSISTENT:
-            gates.wait(phase)
-        else:
-            async_copy.wait_group(2)
+        async_copy.wait_group(2)
         bias = gate_bias(bias_s.load(column.type.layout), rate, GATE)[None, :]
         store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
-        if PERSISTENT:
-            wait_tiles(keys, phase)
-            wait_tiles(squares, phase)
-        else:
-            async_copy.wait_group(1)
+        async_copy.wait_group(1)
         betas = gl.where(here, beta_value(raw_s.load(row.type.layout), BETA), 0.0)[:, None]
         norm_k = gl.full((C, 1), 1.0, gl.float32, layout=acc_l)
         norm_q = norm_k
@@ -382,24 +357,19 @@ def intra_kernel(
         norm_k_s.store(gl.sum(norm_k, axis=1))
         norm_q_s.store(gl.sum(norm_q, axis=1))
         betas_s.store(gl.sum(betas, axis=1))
-        if PERSISTENT:
-            last_rows = (sums, (tile.batch, tile.start, tile.head, True))
-        else:
-            last_rows = (None, (G_s, grad_G + first_row * K, key_stride, tile.count))
+        last_rows = (G_s, grad_G + first_row * K, key_stride, tile.count)
         if SAFE:
             store_pairs_by_distance(near_A, far_A)
             store_pairs_by_distance(near_Aqk, far_Aqk)
             # `scale` on the right side, and on the left below
             rows = (norm_k, norm_q * scale, norm_k * betas)
-            found = bounded_pairs(k_s, q_s, rows, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
+            found = bounded_pairs(k_s, q_s, rows, tile.count, index, matrices, operands, last_rows, acc_l, dot_l, K)
         else:
-            found = all_pairs(k_s, q_s, factors_s, scale, tile.count, tile.start, matrices, operands, last_rows, acc_l, dot_l, K)
+            found = all_pairs(
+                k_s, q_s, factors_s, scale, tile.count, index, matrices, operands, last_rows, acc_l, dot_l, K
+            )
         sum_q, sum_left, sum_right, G = found
-        if PERSISTENT:
-            wait_tiles(sums, phase)
-            wait_tiles(parts, phase)
-        else:
-            async_copy.wait_group(0)
+        async_copy.wait_group(0)
         G += G_s.load(acc_l)
         # in two parts, as the log decays were
         high_G = reinterpret(high_s, gl.bfloat16, [C, K], rows_s)
@@ -441,53 +411,35 @@ def intra_kernel(
         gl.store(out_beta + first_row + row * HV, dbeta.to(out_beta.dtype.element_ty), mask=here)
 
         x = g_s.load(acc_l)
+        done, count, done_row = index, tile.count, first_row
+        index = next_tile(index)
         if PERSISTENT:
-            index = next_tile(index)
-            more = index < tile_count
-            following = dense_chunk_tile(index, slots, T, HV)
-            count = gl.where(more, following.count, 0)
-            following = ChunkTile(following.head, following.chunk, following.batch, following.start, count)
-            fence_async_shared()
+            tile = dense_chunk_tile(index, slots, T, HV)
+            # no rows past the last tile
+            tile = ChunkTile(tile.head, tile.chunk, tile.batch, tile.start, gl.where(index < tile_count, tile.count, 0))
             barrier()
-            load_tiles(of_head, following.batch, following.start, following.head, more)
-            load_tiles(keys, following.batch, following.start, following.head // group, more)
-            nothing = gl.minimum(count, 0)  # hidden
-            next_row = wide(following.batch, T + nothing) * (HV + nothing) + wide(following.start, HV + nothing) + following.head
-            loaded = load_small(small, following, next_row, HV, K)
-        else:
-            index = tile_count
+            first_row, loaded = start_copies(tile, inputs, strides, parts, places, T, HV, group, K)
 
         # of a log decay: dG of all later rows, as their sums have it as a term
-        i, s = opaque_indices(tile.count, tile.start, dot_l)
+        i, s = opaque_indices(count, index, dot_l)
         later = gl.where(s >= i, 1.0, 0.0).to(gl.bfloat16)
         decay = weighted_sums(later, high_G, low_G, gl.zeros((C, K), gl.float32, layout=acc_l))
         decay, later = warpgroup_mma_wait(0, deps=[decay, later])
         x = x.to(gl.float32) + bias_s.load(column.type.layout)[None, :]
         dg, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
         dg = gl.where(valid, dg, 0.0)
-        store_rows(out_g + first_row * K, key_stride, dg, tile.count, left_w)
-        chunk = wide(tile.chunk, HV) + tile.head
+        store_rows(out_g + done_row * K, key_stride, dg, count, left_w)
         if partial_A_log is not None or partial_dt_bias is not None:
             of_A, of_bias = sum_both(gl.where(valid, of_A, 0.0), dg, 0)
         if partial_A_log is not None:
-            gl.store(partial_A_log + chunk * K + column, of_A)
+            gl.store(partial_A_log + done.to(gl.int64) * K + column, of_A)
         if partial_dt_bias is not None:
-            gl.store(partial_dt_bias + chunk * K + column, of_bias)
-        if PERSISTENT:
-            tile = following
-            first_row = next_row
-            phase = next_phase(phase)
+            gl.store(partial_dt_bias + done.to(gl.int64) * K + column, of_bias)
 
 
 def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
-    own = parts.arguments() | heads.arguments()
-    tiles, sms = chunks(problem), sm_count(t.device)
-    own |= strides_of(dict(q=t.q, k=t.k, g=t.g, beta=t.beta))
-    persistent = whole_tiles(problem, tiles, sms, t.q, t.k, t.g)
-    own |= dict(tile_count=tiles, Aqk_d=None, PERSISTENT=persistent)
-    if persistent:
-        named = dict(own, q=t.q, k=t.k, g=t.g, Aqk_d=parts.grad_Aqk)
-        names = ("q", "k", "g", "grad_A", "Aqk_d", "grad_q", "grad_k", "grad_G")
-        own |= {name: by_token(named[name]) for name in names}
-    bound = bind_div8(intra_kernel, problem, t, own)
-    return Launch(intra_kernel, sms if persistent else tiles, *bound, 4 * (problem.K // 64))
+    tiles = chunks(problem)
+    persistent = not problem.packed and problem.K == 128
+    own = dict(**parts.arguments(), **heads.arguments(), tile_count=tiles, PERSISTENT=persistent)
+    ctas = min(tiles, sm_count(t.device)) if persistent else tiles
+    return Launch(intra_kernel, ctas, *bind_div8(intra_kernel, problem, t, own), 4 * (problem.K // 64))

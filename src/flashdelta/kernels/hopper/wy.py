@@ -388,10 +388,11 @@ def wy_kernel(
 
 def _wy(problem: ChunkProblem, t: Tensors, x: WyOperands, own: dict[str, Any]) -> Launch:
     tiles, sms = chunks(problem), sm_count(t.device)
-    persistent = problem.V == 128 and whole_tiles(problem, tiles, sms, x.q, x.k, x.g, x.v, x.do)
+    # at fixed lengths the TMA unit can fetch all operands, but none that repeats; tensor descriptors take the host longer
+    fits = not problem.packed and problem.K == problem.V == 128
+    persistent = fits and tiles > sms and all(0 not in y.stride() for y in (x.q, x.k, x.g, x.v, x.do))
     # strides are those of the tensors themselves
-    strides = strides_of(dict(q=x.q, k=x.k, g=x.g, v=x.v, o=x.do, beta=x.beta))
-    own = dict(**own, **strides, g_d=None, tile_count=tiles, PERSISTENT=persistent)
+    own = dict(**own, **strides_of(x), g_d=None, tile_count=tiles, PERSISTENT=persistent)
     if persistent:
         own |= {name: by_token(own[name]) for name in ("grad_q", "grad_k", "grad_G")} | {"g_d": by_token(x.g)}
         x = described(x)
@@ -399,14 +400,9 @@ def _wy(problem: ChunkProblem, t: Tensors, x: WyOperands, own: dict[str, Any]) -
     return Launch(wy_kernel, ctas, *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}), num_warps=8)
 
 
-def whole_tiles(problem: ChunkProblem, tiles: int, sms: int, *rows: Tensor) -> bool:
-    """Says whether persistent CTAs copy whole tiles. At fixed lengths the TMA unit can fetch all operands, but none that
-    repeats; tensor descriptors take the host longer."""
-    return not problem.packed and problem.K == 128 and tiles > sms and all(0 not in x.stride() for x in rows)
-
-
-def strides_of(rows: dict[str, Tensor]) -> dict[str, int]:
+def strides_of(x: WyOperands) -> dict[str, int]:
     """Strides of the rows, under the kernel's names, also where tensor descriptors take the tensors' places."""
+    rows = dict(q=x.q, k=x.k, g=x.g, v=x.v, o=x.do, beta=x.beta)
     return {f"{name}_{axis}": stride_div8(name, y, i) for name, y in rows.items() for axis, i in AXES.items()}
 
 
