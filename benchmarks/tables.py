@@ -126,6 +126,7 @@ def kernels(results: str, *names: str) -> str:
 
 
 SUSTAINED = ("ours sustained", "fla sustained", "cudnn sustained", "fla/ours sustained")
+FLASH_KDA = ("ours sustained", "flash_kda sustained", "flash_kda/ours sustained", "ours error", "flash_kda error")
 GRAPH = ("ours graph cold", "cudnn graph cold", "cudnn_ready graph cold", "cudnn/ours graph cold")
 STEP = ("ours graph cold", "fla graph cold", "fla/ours graph cold", "share graph cold")
 LAYER = ("ours graph cold", "bare graph cold", "chain graph cold", "fla graph cold", "fla/ours graph cold")
@@ -140,6 +141,7 @@ SERVED = tuple(f"{layer} N{N} {state} H32" for layer in LAYERS for state in ("fp
 
 TABLES: dict[str, Callable[[], str]] = {
     "prefill-h200": Table("prefill-h200", ("prefill", "few heads"), SUSTAINED),
+    "flashkda-h200": Table("flashkda-h200", ("prefill", "few heads"), FLASH_KDA),
     "prefill-h100": Table("prefill-h100", ("prefill", "few heads"), SUSTAINED[:2] + SUSTAINED[3:]),
     "few-heads": Table("prefill-h200", ("few heads",), ("segments", "ours graph cold", "ours sustained")),
     "cudnn-h200": Table("prefill-h200", ("shards",), GRAPH),
@@ -158,6 +160,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 HEADLINES = {
     "prefill: 8192 tokens, 64 heads": ("prefill-h200", "T8192 H64", "ms"),
+    "the same, beside FlashKDA": ("flashkda-h200", "T8192 H64", "ms"),
     "packed: 8192 tokens of 20 sequences, 64 heads": ("prefill-h200", "packed 20 random H64", "ms"),
     "long: 131072 tokens, 8 heads": ("prefill-h200", "T131072 H8", "ms"),
     "training: 8192 tokens, 32 heads": ("train-h200", "B1 T8192 H32", "ms"),
@@ -170,7 +173,12 @@ HEADLINES = {
 }
 """README's rows: results file, row and unit."""
 
-BESIDE = {"FLA": ("fla",), "the engine's kernel": ("engine",), "cuDNN": ("cudnn", "cudnn_cute")}
+BESIDE = {
+    "FLA": ("fla",),
+    "FlashKDA": ("flash_kda",),
+    "the engine's kernel": ("engine",),
+    "cuDNN": ("cudnn", "cudnn_cute"),
+}
 """README's columns, each the fastest of these contenders."""
 
 
@@ -180,10 +188,14 @@ def headlines() -> dict[str, tuple[str, dict[str, tuple[float, str]], str]]:
     for what, (results, name, unit) in HEADLINES.items():
         document = load(RESULTS / f"{results}.json")
         row = next(x for x in document["rows"] if x["name"] == name)
-        kind = next(x for x in ("graph sustained", "sustained", "graph cold") if value(row, "ours", x))
+        # the first of those that most have
+        kinds = ("graph sustained", "sustained", "graph cold")
+        kind = max(kinds, key=lambda x: len([who for who in row["contenders"] if value(row, who, x)]))
         said = {who: f"{cell(row, f'{who} {kind}', unit, 1.0)} {unit}" for who in row["contenders"]}
         gains = {who: x for who in said if (x := ratio(row, f"{who}/ours {kind}"))}
-        beside = {x: min((gains[w], said[w]) for w in of if w in gains) for x, of in BESIDE.items() if {*of} & {*gains}}
+        # only where all of them have a time
+        there = {x: {*of} & {*row["contenders"]} for x, of in BESIDE.items()}
+        beside = {x: min((gains[w], said[w]) for w in of) for x, of in there.items() if of and of <= {*gains}}
         found[what] = said["ours"], beside, document["runs"][row["run"]]["commit"][:7]
     return found
 
@@ -198,7 +210,7 @@ def served() -> list[list[str]]:
             name = f"[vLLM serves Kimi-Linear's layers: {row[0]['row'][10:]}](benchmarks/results/{path.name})"
             engine += f" ({statistics.median(x['on'] / x['off'] for x in row):.2f}x)"
             gpu, repeat = load(path)["engines"]["linear:on"]["gpu"][7:], "`python benchmarks/serve/run.py times`"
-            lines.append([name, ours, "-", engine, "-", gpu, repeat])
+            lines.append([name, ours, "-", "-", engine, "-", gpu, repeat])
     return lines
 
 
@@ -206,7 +218,7 @@ def readme() -> str:
     lines = [["", "ours", *BESIDE, "GPU", "repeat with"]]
     for what, (ours, beside, commit) in headlines().items():
         results, name, _ = HEADLINES[what]
-        program, gpu = results.split("-")
+        program, gpu = load(RESULTS / f"{results}.json")["program"], results.split("-")[1]
         cells = ["{1} ({0:.2f}x)".format(*beside[x]) if x in beside else "-" for x in BESIDE]
         repeat = f'`python -m benchmarks.{program} --rows "{name}"`'
         link = f"[{what}](benchmarks/results/{results}.json)"
@@ -219,7 +231,7 @@ TABLES["readme"] = readme
 
 def picture() -> str:
     """README's picture: ours and FLA's sustained times in pairs of bars, as shares of FLA's."""
-    rows, width = {k: x for k, x in headlines().items() if "FLA" in x[1]}, 330
+    rows, width = {k: x for k, x in headlines().items() if "FLA" in x[1] and "FlashKDA" not in x[1]}, 330
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]

@@ -63,11 +63,16 @@ def train(row: Row, setup: Setup) -> Work:
         # its gradients are of other inputs, and so are checked where they reach ours
         return {"cudnn": whole, "cudnn_ready": replace(alone, checked=whole.call, memory=False)}
 
+    def attn_gym(op: Any) -> Contender | str:
+        run = contenders.attn_gym(op, call, case)
+        return run if isinstance(run, str) else contender(run, PEER_TOLERANCE)
+
     found = setup.peer("cudnn", cudnn)
     made: dict[str, Any] = {
         "ours": contender(functools.partial(fd.chunk_kda, **call, backend=setup.backend), GRADIENT_TOLERANCE),
         "fla": setup.peer("fla", lambda f: contender(functools.partial(f, **contenders.shared(call)), PEER_TOLERANCE)),
         **({"cudnn": found} if isinstance(found, str) else found),
+        "attn_gym": setup.peer("attn_gym", attn_gym),
     }
     return Work(made, functools.partial(gate.gradient_errors, want, part))
 
@@ -85,7 +90,7 @@ def wy(row: Row, setup: Setup) -> Work:
     return Work(made, functools.partial(gate.errors, want, stage.NAMES))
 
 
-PROGRAM = Program("train", workloads.TRAIN, make, peers=("fla", "cudnn", "fla_wy"), grad=torch.enable_grad)
+PROGRAM = Program("train", workloads.TRAIN, make, peers=("fla", "cudnn", "attn_gym", "fla_wy"), grad=torch.enable_grad)
 
 if __name__ == "__main__":
     sys.exit(main(PROGRAM))

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashdelta.kernels.hopper.device.compat import barrier, copy_tile, store_tile
 from flashdelta.kernels.hopper.launch import describe
+from flashdelta.kernels.shared.gluon.compat import barrier, copy_tile, store_tile
 from flashdelta.program.launch import Launch
 from tests.compile.costs import compile_launch
 

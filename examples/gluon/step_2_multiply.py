@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashdelta.kernels.hopper.device.compat import barrier, copy_tile, store_tile
 from flashdelta.kernels.hopper.launch import describe
+from flashdelta.kernels.shared.gluon.compat import barrier, copy_tile, store_tile
 from flashdelta.program.launch import Launch
 from tests.compile.costs import compile_launch
 

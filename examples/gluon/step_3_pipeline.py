@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashdelta.kernels.hopper.device.compat import barrier, copy_tile
+from flashdelta.kernels.shared.gluon.compat import barrier, copy_tile
 from flashdelta.program.launch import Launch
 
 from .step_2_multiply import ACC, K, M, N, product, show, store_product

@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and why: the only module that knows more than one backend."""
+"""Chooses the implementation that runs a call, and says why: the only module that knows more than one backend."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from .problem.arguments import check_name
 from .problem.errors import wrong
 from .problem.problem import (
     GATES,
@@ -41,11 +42,14 @@ class Backend(Protocol):
 
     name: str
     summary: str
+    plain: bool = False
+    """True if its work is plain PyTorch, on any device and in any transform."""
     gates: tuple[str, ...] = (*GATES, "cumulative", "cumulative_log2")
-    """Those that its code knows; the last two are stage WY's, whose `g` is summed up."""
+    """Gates that its code knows; the last two are stage WY's, whose `g` is summed up."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        """Why this backend can't run the call, or None if it can."""
+        """The reason why this backend can't run the call, or None."""
+        return None
 
     def _common_obstacle(self, problem: Problem) -> str | None:
         """The obstacle for kernels that know some gates, and merge the states of other ranks in one piece."""
@@ -56,7 +60,7 @@ class Backend(Protocol):
         return None
 
     def drawback(self, problem: Problem, device: torch.device) -> str | None:
-        """Why `auto` should rather take another backend that can run the call, or None."""
+        """The reason for which `auto` should take another backend that can run the call, or None."""
         return None
 
     def build(self, problem: Problem, t: Tensors) -> Executable:
@@ -64,6 +68,7 @@ class Backend(Protocol):
 
     def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
         """Segments that each sequence is cut into, from its `chunks` (`problem/split.py`)."""
+        return [1] * len(chunks)
 
 
 def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
@@ -82,29 +87,29 @@ def _cached_capability(index: int | None) -> tuple[int, int] | None:
 
 @assume_constant
 def other_vendor() -> str | None:
-    """Why no GPU is NVIDIA's, or None. ROCm's PyTorch calls AMD's "cuda", too, with capabilities like those of Hopper."""
+    """The reason why no GPU is NVIDIA's, or None. ROCm's PyTorch calls AMD's "cuda", too, with capabilities like Hopper's."""
     if torch.version.hip is None:
         return None
     return f"PyTorch is built for AMD GPUs (ROCm {torch.version.hip}); the kernels need an NVIDIA GPU"
 
 
-@assume_constant
-def nvidia_capability(index: int | None) -> tuple[int, int] | None:
-    """The GPU's compute capability; None where there is none."""
-    return None if other_vendor() is not None else _cached_capability(index)
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @assume_constant
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _is_installed("triton")
 
 
-def gpu_obstacle(device: torch.device, needs: str, fits: Callable[[tuple[int, int]], bool]) -> str | None:
-    """Why kernels can't run on a GPU, if so: on one whose compute capability does not fit, say."""
-    capability = nvidia_capability(device.index)
+@assume_constant
+def gpu_obstacle(index: int | None, needs: str, majors: range) -> str | None:
+    """The reason why kernels can't run on a GPU, or None: the major number of its compute capability, say."""
+    capability = None if other_vendor() else _cached_capability(index)
     if capability is None:
         return other_vendor() or "no NVIDIA GPU on this machine"
-    if not fits(capability):
+    if capability[0] not in majors:
         return f"compute capability {capability}; {needs}"
     return None if has_triton() else "Triton is not installed"
 
@@ -125,7 +130,7 @@ class HopperBackend(Backend):
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
-        found = gpu_obstacle(device, "it runs on Hopper, (9, 0)", lambda capability: capability[0] == 9)
+        found = gpu_obstacle(device.index, "it runs on Hopper, (9, 0)", range(9, 10))
         return found or self._common_obstacle(problem) or self._problem_obstacle(problem)
 
     def _problem_obstacle(self, problem: Problem) -> str | None:
@@ -141,7 +146,6 @@ class HopperBackend(Backend):
             for name, dtype in (("A", problem.A_dtype), ("h", problem.h_dtype), ("dh", problem.dh_dtype)):
                 if dtype != torch.bfloat16:
                     return f"{name} in {dtype}; it takes bfloat16"
-
         if problem.ranks > 1 and problem.T == 0:
             return "no tokens on this rank; it leaves no packet then"
         if obstacle := self._head_obstacle(problem):
@@ -166,7 +170,7 @@ class HopperBackend(Backend):
         return None
 
     def _step_obstacle(self, problem: StepProblem) -> str | None:
-        """Why it can't run a call token by token."""
+        """The obstacle to a call token by token."""
         if problem.has_records:
             return self._record_obstacle(problem) or self._head_obstacle(problem)
         if problem.T != 1 or problem.packed or problem.stores_each_state:
@@ -176,7 +180,7 @@ class HopperBackend(Backend):
         return self._head_obstacle(problem)
 
     def _fused_obstacle(self, problem: StepProblem) -> str | None:
-        """Why it can't run a step of the layer."""
+        """The obstacle to a step of the layer."""
         if problem.T != 1 or problem.packed or problem.stores_each_state or problem.has_records:
             return "several tokens per sequence; in a step of the layer it takes one"
         if problem.dtype == torch.float64:
@@ -188,7 +192,7 @@ class HopperBackend(Backend):
         return self._width_obstacle(problem)
 
     def _record_obstacle(self, problem: StepProblem | CommitProblem) -> str | None:
-        """Why it can't write or replay records."""
+        """The obstacle to writing or replaying records."""
         if problem.state_dtype == torch.float64 or not problem.state_v_first:
             return f"states in {layout(problem)}; it takes float32 and bfloat16, V first"
         return None
@@ -222,7 +226,6 @@ class TritonBackend(Backend):
     name = "triton"
     summary = "portable Triton kernels, sm_80 and newer"
 
-    MIN_CAPABILITY = (8, 0)
     MAX_ROWS = 2**31
     """The most of a norm: they are divided in 32 bits."""
 
@@ -230,8 +233,7 @@ class TritonBackend(Backend):
         if device.type not in ("cpu", "cuda"):
             return f"device type {device.type!r}; it runs on NVIDIA GPUs"
         if device.type == "cuda":
-            least = self.MIN_CAPABILITY
-            if found := gpu_obstacle(device, f"it needs {least} or newer", lambda capability: capability >= least):
+            if found := gpu_obstacle(device.index, "it needs (8, 0) or newer", range(8, 100)):
                 return found
         elif not has_triton():
             return "Triton is not installed"
@@ -270,17 +272,12 @@ def interpreting() -> bool:
 class ReferenceBackend(Backend):
     name = "reference"
     summary = "exact PyTorch, any device, differentiable"
-
-    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        return None
+    plain = True
 
     def build(self, problem: Problem, t: Tensors) -> Executable:
         from .reference import build
 
         return build(problem, t)
-
-    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
-        return [1] * len(chunks)
 
 
 BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())
@@ -288,8 +285,8 @@ BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBack
 
 NAMES = ("auto", *(b.name for b in BACKENDS))
 
-KERNEL = "kernel"
-"""Name that integrations pass instead of "auto": the same choice, but never the reference on a GPU."""
+KERNEL: Any = object()
+"""Passed by integrations instead of "auto": the same choice, but never the reference on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -316,18 +313,17 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     """The backend that runs the call, and its backward pass.
 
     Raises:
+        TypeError: `name` is no name.
         ValueError: `name` is no backend, or that backend can't run this call.
     """
-    if isinstance(name, str) and name == KERNEL:
-        if (found := choose(problem, device)).name != "reference" or device.type == "cpu":
+    if name is KERNEL:
+        if not (found := choose(problem, device)).plain or device.type == "cpu":
             return found
-        reasons = (f"{v.backend}: {v.reason}" for v in judge(problem, device) if not v.preferred)
-        raise ValueError(f"no kernel runs this call: {'; '.join(reasons)}")
-    # an array compared with a name is an array
-    if not isinstance(name, str) or name != "auto":
-        backend = next((b for b in BACKENDS if isinstance(name, str) and b.name == name), None)
-        if backend is None:
-            raise wrong("backend", repr(name), f"one of {NAMES}")
+        reasons = "; ".join([f"{v.backend}: {v.reason}" for v in judge(problem, device) if not v.preferred])
+        raise wrong("backend", "none", f"one whose kernels run this call ({reasons})")
+    check_name("backend", name, *NAMES)
+    if name != "auto":
+        backend = next(b for b in BACKENDS if b.name == name)
         obstacle = backend.obstacle(problem, device)
         if obstacle:
             raise wrong("backend", repr(name), f"one that can run this call ({name}: {obstacle})")

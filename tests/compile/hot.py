@@ -25,10 +25,11 @@ HOT = (
     *((kernel, f"hopper K128 V128 {end}") for kernel, ends in KERNELS.items() for end in ends),
     *(("prepare_steps", f"hopper steps K128 V128 {end}") for end in ("fixed length", "unbounded, fixed length")),
     *(("recurrence", f"hopper steps K128 V128 {end}") for end in KERNELS["recurrence"][:3]),
-    ("transitions", "hopper tried K128 V128, fixed length"),
+    *((kernel, "hopper forgetting K128 V128, fixed length") for kernel in ("prepare", "transitions", "recurrence")),
+    *((kernel, "hopper forgetting steps K128 V128, fixed length") for kernel in ("prepare_steps", "recurrence")),
     ("decode", "hopper decode K128 V128, lower_bound"),
     ("wy", "hopper wy K128 V128 fixed length"),
-    ("prepare_bounded", "bf16 K128 V128 bounded"),
+    ("prepare_mma", "bf16 K128 V128 bounded"),
     ("recurrence", "bf16 K128 V128 bounded"),
     *(("decode", f"decode K128 V128, fp32 states, V first, N={N}") for N in (2, 256)),
 )

@@ -275,19 +275,20 @@ KINDS: dict[str, Given] = {
     "prefill fp32": {"operation": "prefill", "dtype": FP32, "gate": "none"},
     "hopper": HOPPER,
     "hopper few heads": HOPPER,
-    "hopper wy": HOPPER | {"operation": "wy"},
+    "hopper wy": HOPPER | {"operation": "wy", "heads": 64},
     "hopper fused": HOPPER | FUSED,
     "hopper steps": HOPPER | {"heads": 64},
     "hopper short": HOPPER | {"heads": 64, "sequences": 5, "chunks": 1},
-    "hopper tried": HOPPER | {"heads": 8, "chunks": 128},
+    "hopper forgetting": HOPPER | {"heads": 8, "chunks": 128},
+    "hopper forgetting steps": HOPPER | {"heads": 32},
     "hopper decode": HOPPER
     | {"operation": "decode", "packed": False, "state_v_first": True, "state_dtype": BF16, "N": 512},
     "hopper replay": HOPPER | {"operation": "decode", "packed": False, "state_v_first": True, "records": True},
     "hopper commit of records": HOPPER | {"operation": "commit", "state_v_first": True, "records": True},
 }
-"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens, `short` are
-sequences of one chunk, `tried` segments on trial, of sequences long enough for them, and its own kernel of decoding is for
-many sequences and states in bfloat16."""
+"""Options of variants by the first words of their names. On Hopper `steps` are of 32 tokens; `short` are sequences of one
+chunk; `forgetting` calls begin segments where a chunk forgets, in chunks of sequences that are long enough to be split, too;
+and its own kernel of decoding is for many sequences and states in bfloat16."""
 
 
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
@@ -297,6 +298,7 @@ WORDS: dict[str, Given] = {
     "softplus": {"gate": "softplus"},
     "log decays": {"gate": "none"},
     "log decays in fp32": {"gate": "none", "g_dtype": FP32},
+    "g in fp32": {"g_dtype": FP32},
     "packed": {"packed": True},
     "fixed length": {"packed": False},
     "long": {"packed": False, "T": 2**17},
@@ -361,7 +363,7 @@ WHOLE: Given = {"sequences": 17, "split": 1}
 """So many whole sequences that no launch overlaps."""
 
 VARIANTS = (
-    *variants("bf16 K128 V128", " bounded", " unbounded"),
+    *variants("bf16 K128 V128", " bounded", " unbounded", " g in fp32"),
     *variants("bf16 K128 V128", " fixed length", " fixed length, tokens innermost", " intermediate states, V first"),
     *variants("bf16 K128 V128", " chunk 32", " pool, V first", " pool with checkpoints, V first"),
     *variants("bf16 K128 V128", " unbounded, pool with checkpoints", " checkpoints in a buffer, V first"),
@@ -438,8 +440,8 @@ VARIANTS = (
     *variants("hopper K64 V64 over two ranks, fixed length, V first, backward", rank=SECOND),
     *variants("hopper K64 V64 split, backward"),
     *variants("hopper short K128 V128", "", " fixed length", " pool, V first", " V first, states in bf16"),
-    *variants("hopper tried K128 V128"),
-    *variants("hopper tried", " K128 V128, fixed length", " K128 V128, pool, V first", " K64 V64, fixed length"),
+    *variants("hopper forgetting", " K128 V128", " K128 V128, fixed length", " K128 V128, pool, V first"),
+    *variants("hopper forgetting steps K128 V128", "", ", fixed length"),
     *variants("hopper steps K128 V128", "", " fixed length", " offsets in int64", " V first, states in bf16"),
     *variants("hopper steps K128 V128 unbounded", "", ", fixed length", ", log decays"),
     *variants("hopper steps K128 V128 stream-K", "", ", fixed length", ", offsets in int64", heads=96),

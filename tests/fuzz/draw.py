@@ -115,10 +115,6 @@ def unset(*shape: int) -> Numbers:
     return lambda source: torch.full(shape, math.nan)
 
 
-def flags(count: int) -> Numbers:
-    return lambda source: torch.rand(count, generator=source) < 0.6
-
-
 def counts(low: int, high: int, count: int) -> Numbers:
     return lambda source: torch.randint(low, high, (count,), generator=source)
 
@@ -218,11 +214,22 @@ class Drawing:
         for name, (dtype, numbers) in tensors.items():
             self.add(name, numbers, dtype, self.draw.choice(kinds) if mixed else one)
 
-    def offsets(self, longest: int | None = None) -> None:
-        """The numbers of packed sequences' lengths, which those of other tensors know too."""
-        if self.packed:
-            self.spec.lengths = lengths_of(self.draw, self.N, self.T, longest)
-            self.add("cu_seqlens", lambda source: torch.zeros(self.N + 1), self.draw.choice((torch.int32, torch.int64)))
+    def offsets(self, longest: float = math.inf) -> None:
+        """Of packed sequences: `N` lengths that share `T` tokens, of which some may be left over."""
+        if not self.packed:
+            return
+        N, T, left_over = self.N, self.T, chance(self.draw, 0.3)
+
+        def lengths(source: torch.Generator) -> list[int]:
+            cuts = torch.randint(0, T + 1, (N + 1,), generator=source)
+            cuts = torch.where(torch.rand(N + 1, generator=source) < 0.15, cuts // 16 * 16, cuts).sort().values
+            cuts[0] = 0
+            if N > 0 and not left_over:
+                cuts[-1] = T
+            return [min(n, longest) for n in cuts.diff().tolist()]
+
+        self.spec.lengths = lengths
+        self.add("cu_seqlens", lambda source: torch.zeros(N + 1), self.draw.choice((torch.int32, torch.int64)))
 
     def pool(self, name: str, slots: int, *inner: int, dtype: torch.dtype) -> None:
         self.add_rows(name, normal(slots, *inner), dtype, *POOL_PADS)
@@ -232,7 +239,7 @@ class Drawing:
 
     def flags(self) -> None:
         if chance(self.variant, 0.5):
-            self.add("has_initial_state", flags(self.N), torch.bool)
+            self.add("has_initial_state", lambda source: torch.rand(self.N, generator=source) < 0.6, torch.bool)
 
     def out(self, shape: tuple[int, ...], *layouts: str) -> None:
         if not self.spec.grad and chance(self.draw, 0.4):
@@ -276,22 +283,6 @@ class Drawing:
             self.add("dt_bias", normal(*draw.choice(((self.HV * self.K,), (self.HV, self.K))), shift=-2.0), FP32)
         if chance(draw, 0.3):
             self.spec.options["scale"] = draw.choice((0.7, 1, 0.0, -2.0, 0.125))
-
-
-def lengths_of(draw: Random, N: int, T: int, longest: int | None = None) -> Callable[[torch.Generator], list[int]]:
-    """`N` lengths that share `T` tokens, of which some may be left over."""
-    left_over = chance(draw, 0.3)
-
-    def lengths(source: torch.Generator) -> list[int]:
-        cuts = torch.randint(0, T + 1, (N + 1,), generator=source)
-        cuts = torch.where(torch.rand(N + 1, generator=source) < 0.15, cuts // 16 * 16, cuts).sort().values
-        cuts[0] = 0
-        if N > 0 and not left_over:
-            cuts[-1] = T
-        found = cuts.diff().tolist()
-        return found if longest is None else [min(n, longest) for n in found]
-
-    return lengths
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------------

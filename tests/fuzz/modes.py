@@ -50,8 +50,7 @@ def run(spec: Spec, call: dict, incoming: dict[str, Tensor] | None = None) -> Re
         leaves = {name: call[name].detach().requires_grad_() for name in names}
         found = spec.function(**call | leaves)
     found = (found,) if isinstance(found, Tensor) else found or ()
-    results = dict(zip(OPERATORS[spec.op].results, found))
-    results = {name: x for name, x in results.items() if x is not None}
+    results = {name: x for name, x in zip(OPERATORS[spec.op].results, found) if x is not None}
     if incoming is None:
         return results
     outputs = [name for name in ("o", "final_state") if name in results and results[name].requires_grad]
@@ -75,9 +74,8 @@ def incoming_of(spec: Spec, call: dict, seed: int) -> dict[str, Tensor]:
     def drawn(x: Tensor, layout: str) -> Tensor:
         return lay(torch.randn(*x.shape, generator=source, dtype=torch.float64).to(x.dtype).to(x.device), layout)
 
-    return {
-        name: drawn(results[name], own) for name, own in zip(("o", "final_state"), spec.incoming) if name in results
-    }
+    layouts = zip(("o", "final_state"), spec.incoming)
+    return {name: drawn(results[name], layout) for name, layout in layouts if name in results}
 
 
 @dataclass
@@ -97,11 +95,11 @@ class Case:
     def __init__(self, spec: Spec, device: torch.device, seed: int, known: dict[int, Wanted] | None = None):
         self.spec, self.contents = spec, Contents(spec, device, seed)
         self.known = {} if known is None else known
-        self.judge(self.contents.call(), seed)
+        self.judge(seed)
 
-    def judge(self, call: dict, seed: int) -> None:
+    def judge(self, seed: int) -> None:
         """Works out what must come out of the call, from its tensors as they are."""
-        self.call = call
+        self.call = self.contents.call()
         self.before = {name: memory.bytes.clone() for name, memory in self.contents.memories.items()}
         self.incoming = incoming_of(self.spec, self.call, seed) if self.spec.grad else None
         if seed not in self.known:
@@ -121,7 +119,7 @@ class Case:
 
     def refill(self, seed: int) -> None:
         self.contents.fill(seed)
-        self.judge(self.contents.call(), seed)
+        self.judge(seed)
 
     def restore(self) -> None:
         """Puts back what the call has written."""
@@ -300,9 +298,8 @@ def graphed(case: Case, device: torch.device, seed: int) -> None:
     with torch.cuda.graph(graph):
         results = case.run()
     for shift in (1, 2):
-        seed_of_replay = seed if case.contents.host else seed + shift
         fixed = case.incoming
-        case.refill(seed_of_replay)
+        case.refill(seed if case.contents.host else seed + shift)
         if fixed is not None:  # the graph reads the memory that it was captured with
             for name, x in fixed.items():
                 without_repeats(x).copy_(without_repeats(case.incoming[name]))
@@ -360,22 +357,13 @@ def neighboured(case: Case, device: torch.device, seed: int) -> None:
     for number, claim in enumerate(case.claims):
         if claim.group == victim or claim.target in ("out", "output"):
             continue
-        if claim.target in OPERATORS[case.spec.op].results:
-            pair = (found[claim.target][claim.index], want[claim.target][claim.index])
-        else:
-            pair = (found[f"{claim.target}{number}"], want[f"{claim.target}{number}"])
-        if not same_bits(*pair):
+        is_result = claim.target in OPERATORS[case.spec.op].results
+        name, index = (claim.target, claim.index) if is_result else (f"{claim.target}{number}", ...)
+        if not same_bits(found[name][index], want[name][index]):
             raise AssertionError(f"{claim.target}{list(claim.index)}: other bits beside a sequence of NaN")
 
 
-MODES: dict[str, Mode] = {
-    "plain": plain,
-    "repeated": repeated,
-    "refilled": refilled,
-    "graph": graphed,
-    "threads": threaded,
-    "neighbours": neighboured,
-}
+MODES: tuple[Mode, ...] = (plain, repeated, refilled, graphed, threaded, neighboured)
 
 
 @contextlib.contextmanager
@@ -390,6 +378,6 @@ def attributed(said: str) -> Iterator[None]:
 def check(spec: Spec, device: torch.device, seed: int) -> None:
     """Runs the call in every mode."""
     known: dict[int, Wanted] = {}
-    for mode, test in MODES.items():
-        with attributed(mode):
-            test(Case(spec, device, seed, known), device, seed)
+    for mode in MODES:
+        with attributed(mode.__name__):
+            mode(Case(spec, device, seed, known), device, seed)

@@ -48,8 +48,8 @@ def run_case(part: str, seed: int, number: int, device: torch.device) -> Outcome
     own = zlib.crc32(f"{part} {seed}/{number}".encode())
     before, device_checks.ON_CPU = device_checks.ON_CPU, False  # the reference stands for a GPU: indices may be wild
     try:
-        verdict = (modes if part == "calls" else mutate).check(spec, device, own) or "right"
-        return Outcome(part, number, spec.op, verdict)
+        verdict = (modes if part == "calls" else mutate).check(spec, device, own)
+        return Outcome(part, number, spec.op, verdict or "right")
     except Exception as error:
         return Outcome(part, number, spec.op, "failed", str(error))
     finally:
@@ -57,8 +57,7 @@ def run_case(part: str, seed: int, number: int, device: torch.device) -> Outcome
 
 
 def rerun_line(found: Outcome, seed: int, device: torch.device) -> str:
-    case = f"--part {found.part} --seed {seed} --case {found.number} --device {device}"
-    return f"python -m tests.fuzz {case}"
+    return f"python -m tests.fuzz --part {found.part} --seed {seed} --case {found.number} --device {device}"
 
 
 @dataclass

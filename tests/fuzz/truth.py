@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,16 +153,14 @@ class Slots:
     def inner(self, S: Tensor) -> Tensor:
         return S.mT if self.v_first else S
 
-    def claim(
-        self, index: tuple, want: Tensor, group: object, exact: bool = False, read: Callable | None = None
-    ) -> None:
+    def claim(self, index: tuple, want: Tensor, **how: Any) -> None:
         again = repr(index) in self.claims
-        self.claims[repr(index)] = Claim(self.target, index, None if again else want, exact, group, read)
+        self.claims[repr(index)] = Claim(self.target, index, None if again else want, **how)
 
     def store(self, S: Tensor, group: object, index: int, *inside: int, exact: bool = False) -> None:
         """If the index names a slot."""
         if self.has(index):
-            self.claim((index, *inside), self.inner(S), group, exact)
+            self.claim((index, *inside), self.inner(S), group=group, exact=exact)
 
     @property
     def is_replay_buffer(self) -> bool:
@@ -172,21 +171,20 @@ class Slots:
         said."""
         if not self.has(row):
             return
-        pieces = (slice(0, K), slice(K, 2 * K + V), counts_of(K, V))
-        self.claim((row, 0, slice(None), pieces[2]), torch.tensor(float(len(tokens))).double(), group, exact=True)
+        count, factors = torch.tensor(float(len(tokens))).double(), slice(K, 2 * K + V)
+        self.claim((row, 0, slice(None), counts_of(K, V)), count, group=group, exact=True)
+
+        def product(x: Tensor) -> Tensor:
+            return x[..., :K, None] * x[..., None, K:]
+
         for i, (decay, change) in enumerate(tokens):
-            self.claim((row, i, slice(None), pieces[0]), decay, group)
-            self.claim((row, i, slice(None), pieces[1]), change, group, read=product_of(K))
+            self.claim((row, i, slice(None), slice(0, K)), decay, group=group)
+            self.claim((row, i, slice(None), factors), change, group=group, read=product)
 
 
 def counts_of(K: int, V: int) -> slice:
     """Where a replay record has its counts."""
     return slice(2 * K + V, 2 * K + V + 4)
-
-
-def product_of(K: int) -> Callable[[Tensor], Tensor]:
-    """`k u^T` of records that begin at `k`."""
-    return lambda x: x[..., :K, None] * x[..., None, K:]
 
 
 def row_of(c: dict, n: int, own: int) -> int:
@@ -404,8 +402,7 @@ def wy_chunk(c: dict, b: int, span: slice, row: int, head: int) -> list[Tensor]:
     o = scale * (q * g.exp()) @ S
     total = (o * c["do"][b, span, head]).sum() + (after * dS).sum() + (v_prime * c["dv"][b, span, head]).sum()
     dq, dk, dv, dbeta, dg, dA = torch.autograd.grad(total, (q, k, v, beta, g, added), materialize_grads=True)
-    padded = F.pad(dA.tril(-1), (0, C_pad) if (C_pad := c["A"].shape[-1] - length) else (0, 0))
-    return [dq, dk, dv, dbeta, dg, padded]
+    return [dq, dk, dv, dbeta, dg, F.pad(dA.tril(-1), (0, c["A"].shape[-1] - length))]
 
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid}
@@ -496,7 +493,7 @@ def fused(c: dict) -> list[Claim]:
             inputs = torch.cat([windows[slot, :, accepted - 1 : accepted - 1 + W - 1].mT, x[own]])
             mixed[own] = convolved(inputs, taps, c.get("bias"), "silu")
             for place, value in enumerate(inputs[1:]):
-                stored.claim((slot, slice(None), place), value, n)
+                stored.claim((slot, slice(None), place), value, group=n)
     drafts = c.get("num_spec_tokens") is not None and c.get("intermediate_states") is None
     step = {name: c[name] for name in OF_THE_STEP if name in c} | {"use_gate_in_kernel": True, "mixed_qkv": mixed}
     step |= {"lower_bound": c.get("lower_bound", -5.0), "beta_is_logit": c.get("beta_is_logit", True)}
@@ -518,28 +515,25 @@ def fused(c: dict) -> list[Claim]:
 # ---- gradients -----------------------------------------------------------------------------------------------------------
 
 
-SPOILT = ("q", "k", "v", "g", "beta", "x")
+SPOILT = {"q", "k", "v", "g", "beta", "x"}
 """Inputs `[B, T, ..]` that may have rows of no sequence."""
 
 
-def padding(x: Tensor, used: int) -> list[int]:
-    """For `F.pad`: tokens behind the first `used` ones."""
-    return [0, 0] * (x.dim() - 2) + [0, x.shape[1] - used]
-
-
-def gradients(op: str, c: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
+@torch.enable_grad()
+def gradients_of(op: str, call: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
     """Gradients of `<do, o> + <dht, final_state>` by autograd through the truth; rows of no sequence are zero."""
+    c = arguments(call)
     if c.get("cu_seqlens") is not None:
         # NaN may stand in rows of no sequence, and 0 times NaN is NaN
-        used = int(c["cu_seqlens"][-1])
-        c |= {name: F.pad(c[name][:, :used], padding(c[name], used)) for name in SPOILT if name in c}
+        for name in c.keys() & SPOILT:
+            c[name][:, int(c["cu_seqlens"][-1]) :] = 0.0
     leaves = {name: c[name].clone().requires_grad_() for name in LEAVES if c.get(name) is not None}
     total = torch.zeros((), dtype=torch.float64)
     for claim in TRUTHS[op](c | leaves):
         if claim.target == "o":
-            total = total + (claim.want * do[claim.index]).sum()
+            total = total + (claim.want * wide(do[claim.index])).sum()
         elif claim.target == "final_state" and dht is not None:
-            total = total + (claim.want * dht[claim.index]).sum()
+            total = total + (claim.want * wide(dht[claim.index])).sum()
     if not total.requires_grad:
         return {name: torch.zeros_like(x) for name, x in leaves.items()}
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
@@ -563,8 +557,3 @@ def claims_of(op: str, call: dict) -> list[Claim]:
     """Claims that `op(**call)` must meet: what it must return and write, from the call's tensors as they are now."""
     with torch.enable_grad() if op == "chunk_bwd_wy_dqkg" else torch.no_grad():
         return TRUTHS[op](arguments(call))
-
-
-def gradients_of(op: str, call: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        return gradients(op, arguments(call), wide(do), None if dht is None else wide(dht))

@@ -36,7 +36,7 @@ from triton.runtime.jit import JITFunction
 
 from flashdelta import backends
 from flashdelta.kernels.hopper import build
-from flashdelta.kernels.hopper.device import compat
+from flashdelta.kernels.shared.gluon import compat
 from flashdelta.program.launch import Launch
 
 from ..support.replays import interpreted_by
@@ -156,6 +156,16 @@ def record(real: type) -> type:
     return type(real.__name__, (), {**functions, "__init__": init})
 
 
+class Names:
+    """A module of the project's: its functions as kernels call them."""
+
+    def __init__(self, real: types.ModuleType):
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return interpreted(getattr(self.real, name))
+
+
 _interpreted: dict[int, tuple[Any, Any]] = {}
 """Keyed by the identity of what is kept beside it."""
 
@@ -179,6 +189,8 @@ def _translated(x: Any) -> Any:
         return record(x)
     if isinstance(x, triton.runtime.jit.ConstexprFunction):
         return x.fn
+    if isinstance(x, types.ModuleType) and x.__name__.startswith("flashdelta."):
+        return Names(x)
     library = (getattr(x, "__module__", "") or "").startswith("triton.")
     name = getattr(x, "__name__", "")
     if library and name in NAMED and not isinstance(x, types.ModuleType):

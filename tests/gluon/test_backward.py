@@ -19,6 +19,7 @@ from flashdelta.kernels.triton import segments
 from flashdelta.kernels.triton import wy as portable_wy
 from flashdelta.runtime import autograd
 
+from ..full import FULL
 from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, on_gpu
 from ..support.cases import BF16, BY_NAME, FORWARD_ONLY, FP32, HARD_CASES, LENGTH_CASES, WITH_GRADIENTS, Case, case_id
 from ..support.gradients import (
@@ -79,14 +80,17 @@ def hold(found: dict[str, torch.Tensor], call: dict, case: Case) -> None:
     assert not {name: x for name, x in relative_errors(found, want).items() if not x <= allowed[name]}
 
 
-def check(case: Case, backend: str, **options: object) -> None:
+KEPT = (True, False)
+
+
+def check(case: Case, backend: str, kept: tuple[bool, ...] = KEPT, **options: object) -> None:
     """Kept or computed again, the same bits."""
     call = call_of(case, backend) | options
     grads = incoming(call)
     with poisoned_memory():
-        found, again = (gradients(call | {"disable_recompute": kept}, *grads) for kept in (True, False))
+        found, *others = [gradients(call | {"disable_recompute": x}, *grads) for x in kept]
     hold(found, call, case)
-    assert all(torch.equal(x, again[name]) for name, x in found.items())
+    assert all(torch.equal(x, again[name]) for again in others for name, x in found.items())
 
 
 CASES = [*((small(case), "triton") for case in WITH_GRADIENTS), *((case, "hopper") for case in ON_HOPPER)]
@@ -111,9 +115,13 @@ def ids(x: object) -> str:
     return getattr(x, "name", str(x))
 
 
-@pytest.mark.parametrize(("case", "backend"), CASES, ids=ids)
-def test_gradients_are_those_of_the_reference(case: Case, backend: str):
-    check(case, backend)
+@pytest.mark.parametrize(
+    ("case", "backend", "kept"),
+    [(*each, KEPT if FULL else (i % 2 == 0,)) for i, each in enumerate(CASES)],
+    ids=ids,
+)
+def test_gradients_are_those_of_the_reference(case: Case, backend: str, kept: tuple[bool, ...]):
+    check(case, backend, kept)
 
 
 @pytest.mark.parametrize(("case", "backend"), SPLIT, ids=ids)
@@ -121,7 +129,10 @@ def test_gradients_of_split_sequences(case: Case, backend: str):
     check(case, backend, split=3)
 
 
-@pytest.mark.parametrize(("case", "split", "sms"), [(ON_HOPPER[0], False, 2), (SPLIT[5][0], 3, 1)])
+ROWS = replace(KIMI, name="rows", B=2, T=66, H=1, HV=2)
+
+
+@pytest.mark.parametrize(("case", "split", "sms"), [(ON_HOPPER[0], False, 2), (SPLIT[5][0], 3, 1), (ROWS, False, 1)])
 def test_few_ctas_change_no_bit(case: Case, split: bool | int, sms: int):
     """One SM has fewer CTAs than a transition has slices."""
     call = call_of(case, "hopper") | {"split": split}
@@ -130,6 +141,16 @@ def test_few_ctas_change_no_bit(case: Case, split: bool | int, sms: int):
     with poisoned_memory(), hopper_on_cpu(sms=sms, workers_first=False):
         found = gradients(call, *grads)
     assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize("exponent", [-30, 30])
+def test_gradients_scale_with_the_loss(exponent: int):
+    """Exactly: what stages leave in float16 has sizes of its own."""
+    call = call_of(ROWS, "hopper")
+    grads = incoming(call)
+    want, factor = gradients(call, *grads), 2.0**exponent
+    found = gradients(call, *(x * factor for x in grads))
+    assert all(torch.equal(x, want[name] * factor) for name, x in found.items())
 
 
 @pytest.mark.parametrize("hold_sequence", [assert_first_is_its_own, assert_nan_stays])

@@ -10,6 +10,7 @@ import torch
 
 import flashdelta as fd
 
+from ..full import FULL
 from ..gpu.test_decode import MODELS
 from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step
@@ -96,9 +97,12 @@ def test_rounds_of_portable_replay():
     check_rounds(3, "triton", S=16)
 
 
+RECORDS = itertools.product(RECORD_CHECKS, ({"backend": "hopper", "K": 64, "dtype": BF16}, {"backend": "triton"}))
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*itertools.product(RECORD_CHECKS, ({"backend": "hopper", "K": 64, "dtype": BF16}, {"backend": "triton"}))],
+    [each for i, each in enumerate(RECORDS) if FULL or i % 3 < 2],
     ids=lambda x: x if isinstance(x, str) else x["backend"],
 )
 def test_records(name: str, options: dict):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.kernels.triton import prepare
 
-from ..support.cases import BY_NAME, CASES, FP16, FP32, Case, named
+from ..gpu.calls import check_scalar_decay
+from ..support import scalar_decay
+from ..support.cases import BY_NAME, CASES, FP16, FP32, Case, case_id, named
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
 from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.oracle import TOLERANCE, as_recurrent, assert_right, check_h, conditioning, poisoned_memory, same_bits
@@ -75,6 +76,11 @@ def test_cases(case: Case, op, dtype: torch.dtype):
     check(op, case, dtype)
 
 
+@pytest.mark.parametrize("case", scalar_decay.CASES, ids=case_id)
+def test_one_decay_per_head(case: Case):
+    check_scalar_decay(case, FP32, "triton", "cpu")
+
+
 @pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda], ids=lambda op: op.__name__)
 def test_a_sequence_is_its_own(op):
     """Its bits are those that it has alone, and NaN of another does not reach it."""
@@ -94,10 +100,7 @@ def test_a_layer_in_float16(tokens: int):
     check_layer(tokens, "triton")
 
 
-@pytest.mark.parametrize("bounded", [False, True], ids=["prepare", "prepare_bounded"])
-def test_chunks_and_their_gradients(bounded: bool, monkeypatch: pytest.MonkeyPatch):
-    if bounded:  # which is else for bfloat16 alone
-        monkeypatch.setattr(prepare, "bounded", prepare.safe_blocks)
+def test_chunks_and_their_gradients():
     case = replace(BY_NAME["packed_unused"], lengths=(0, 17), unused=2, H=1, HV=2)
     call = make_call(case) | {"backend": "triton"}
     with poisoned_memory():

@@ -32,6 +32,7 @@ from ..support.oracle import (
     check_h,
     chunked_truth,
     covered_tokens,
+    float64,
     lengths_of,
     one_rounding,
     poisoned_memory,
@@ -40,6 +41,7 @@ from ..support.oracle import (
     tolerance_of,
     truth,
 )
+from ..support.scalar_decay import expanded, gated_delta_net, scalar_call
 
 R = TypeVar("R")
 
@@ -103,6 +105,13 @@ def case_and_dtype(x: object) -> str:
 def on_gpu(case: Case) -> Case:
     """The case at the head dimensions of the models, still with K != V."""
     return replace(case, K=128, V=64) if case.K == 32 else case
+
+
+def check_scalar_decay(case: Case, dtype: torch.dtype, backend: str, device: str = "cuda") -> None:
+    """Holds a call with g expanded against Gated DeltaNet's own recurrence."""
+    scalar = scalar_call(case, dtype, device) | {"backend": backend}
+    call = expanded(scalar)
+    hold(call, fd.chunk_kda(**call), gated_delta_net(**float64(scalar)), slack_of(case, call))
 
 
 def takes_hopper(case: Case) -> bool:

@@ -102,25 +102,16 @@ def forwards(found: list[dict], backend: str, races: bool) -> Calls:
     yield from of(fd.chunk_kda, found, backend)
     if backend == "hopper":
         for run in of(fd.chunk_kda, filter(takes_steps, found), backend):
-            yield functools.partial(by_steps, run)
+            yield in_steps()(run)
     if not races:
         tokens = [as_recurrent(call) for call in found if "checkpoint_states" not in call]
         yield from of(fd.fused_recurrent_kda, tokens, backend)
 
 
-def by_steps(run: Callable[[], object]) -> None:
-    with in_steps():
-        run()
-
-
 def takes_steps(call: dict) -> bool:
     """Of 32 tokens."""
-    bounded = call.get("lower_bound") is not None
-    return (
-        call["g"].dtype == BF16
-        and (call["q"].shape[-1] == 128 or bounded)
-        and call.get("split") in (None, False, "auto")
-    )
+    fits = call["q"].shape[-1] == 128 or call.get("lower_bound") is not None
+    return fits and call["g"].dtype == BF16 and call.get("split") in (None, False, "auto")
 
 
 def with_splits(found: list[dict]) -> list[dict]:
@@ -181,12 +172,7 @@ def replay(backend: str, races: bool) -> Calls:
         check = functools.partial(check_replay, step, BF16, backend, "cuda")
         yield check
         if backend == "hopper" and step.state == BF16 and step.V == 128:
-            yield functools.partial(by_whole_heads, check)
-
-
-def by_whole_heads(check: Callable[[], object]) -> None:
-    with whole_heads():
-        check()
+            yield whole_heads()(check)
 
 
 def fused(backend: str, races: bool) -> Calls:
@@ -198,6 +184,7 @@ def fused(backend: str, races: bool) -> Calls:
 
 def backward(backend: str, races: bool) -> Calls:
     """Offsets that lie are among them, but not where only races are looked for."""
+    hopper_wy.sm_count = lambda device: 1  # so that a CTA of `wy` takes several work tiles
     for case in RACE_CASES if races else CASES:
         call = make_call(replace(case, h=False), BF16) | {"backend": backend}
         yield functools.partial(gradients, on_device(call), *(x.cuda() for x in incoming(call)))
@@ -205,7 +192,6 @@ def backward(backend: str, races: bool) -> Calls:
     if races and backend == "triton":  # in float32 lanes have one product of a sum
         steps[0] = make_wy(WY_CASES[0], FP32)
     steps += [] if races else [steps[1] | lying for lying in LYING]
-    hopper_wy.sm_count = lambda device: 1  # so that a CTA of `wy` takes several work tiles
     yield from of(fd.kernels.chunk_bwd_wy_dqkg, steps, backend)
 
 

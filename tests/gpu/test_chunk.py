@@ -12,6 +12,7 @@ import torch
 
 import flashdelta as fd
 
+from ..support import scalar_decay
 from ..support.cases import BF16, BOUNDED, BY_NAME, CASES, FP16, FP32, HARD_CASES, Case, case_id, named
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import chunked_truth, same_bits
@@ -22,6 +23,7 @@ from .calls import (
     UNBOUNDED,
     assert_same_bits,
     check,
+    check_scalar_decay,
     gpu_call,
     hold,
     hold_each,
@@ -141,6 +143,11 @@ def test_results_are_the_reference(case: Case, function: Callable, dtype: torch.
     check(function, case, dtype, backend)
 
 
+@pytest.mark.parametrize("case", [*map(on_gpu, scalar_decay.CASES)], ids=case_id)
+def test_one_decay_per_head(case: Case, backend: str):
+    check_scalar_decay(case, BF16, backend)
+
+
 # ---- NaN, and what else must not reach a neighbour ------------------------------------------------------------------
 
 
@@ -221,10 +228,7 @@ def test_packed_with_states(case: Case, backend: str):
 LONG = [
     replace(KIMI, T=65_536),
     replace(UNBOUNDED, lengths=(65_536 - 1000, 0, 1000), state=FP32, v_first=True),
-    *(
-        replace(BY_NAME[name], name=f"64K, {name}", T=65_536, H=2, HV=2, K=128, V=128)
-        for name in ("no_decay", "pinned")
-    ),
+    *(replace(x, name=f"64K, {x.name}", T=65_536, H=2, HV=2, K=128, V=128) for x in named("no_decay", "pinned")),
 ]
 
 

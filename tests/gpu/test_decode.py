@@ -12,20 +12,9 @@ import torch
 
 import flashdelta as fd
 
+from ..support import decoding_checks as checks
 from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import SINGLE_BF16, STEPS, Step, make_step
-from ..support.decoding_checks import (
-    HOPPER_REPLAYED,
-    OTHER_ROUNDS,
-    RECORD_CHECKS,
-    REPLAYED,
-    WHOLE_HEADS,
-    check_replay,
-    check_rounds,
-    check_step,
-    counts_of,
-    replay_buffer,
-)
 from ..support.oracle import same_bits
 from .calls import CALLS_TO_A_REPLAY, case_and_dtype, check_late, hold_replay, in_turn, overlapping, whole_heads
 
@@ -57,13 +46,13 @@ MODELS = [
 
 @pytest.mark.parametrize(("step", "dtype"), in_turn([*STEPS, *MODELS], BF16, FP32, BF16), ids=case_and_dtype)
 def test_step(step: Step, dtype: torch.dtype, backend: str):
-    check_step(fd.recurrent_kda, step, dtype, backend, "cuda")
+    checks.check_step(fd.recurrent_kda, step, dtype, backend, "cuda")
 
 
 @pytest.mark.parametrize("step", [*SINGLE_BF16, MODELS[1]], ids=case_id)
 def test_step_of_few_by_the_kernel_for_many(step: Step, other_backend: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.kernels.hopper.decode.DECODE_FEW", 0)
-    check_step(fd.recurrent_kda, step, BF16, other_backend, "cuda")
+    checks.check_step(fd.recurrent_kda, step, BF16, other_backend, "cuda")
 
 
 def test_no_allocation_with_output(backend: str):
@@ -98,7 +87,7 @@ def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend
 def test_slots_of_a_commit_that_the_kernel_before_writes_late(before: int, state: torch.dtype, backend: str):
     N, S, HV = 64, 3, 2
     records = torch.randn(fd.replay_buffer(N, S, HV, 128, 128).shape, device="cuda")
-    records[:, 0, :, counts_of(128, 128)] = 1.0 + S
+    records[:, 0, :, checks.counts_of(128, 128)] = 1.0 + S
     pool = torch.randn(256, HV, 128, 128, device="cuda").to(state)
     rows, accepted = (x.int() for x in (torch.arange(N, device="cuda"), torch.full((N,), 1 + S, device="cuda")))
 
@@ -111,7 +100,7 @@ def test_slots_of_a_commit_that_the_kernel_before_writes_late(before: int, state
 
 
 REPLAYS = [
-    *REPLAYED,
+    *checks.REPLAYED,
     replace(VERIFY, name="kimi"),
     replace(VERIFY, name="kimi_fp32", state=FP32, gate="softplus", v_first=False),
     REPLAY_OF_MANY,
@@ -120,33 +109,33 @@ REPLAYS = [
 
 @pytest.mark.parametrize(("step", "dtype"), in_turn(REPLAYS, BF16, FP32, BF16), ids=case_and_dtype)
 def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype, backend: str):
-    check_replay(step, dtype, backend, "cuda")
+    checks.check_replay(step, dtype, backend, "cuda")
 
 
-@pytest.mark.parametrize("step", HOPPER_REPLAYED, ids=case_id)
+@pytest.mark.parametrize("step", checks.HOPPER_REPLAYED, ids=case_id)
 def test_a_replay_for_hopper_is_the_accepted_state(step: Step, other_backend: str):
     """In bfloat16 alone, which Hopper's kernel takes."""
-    check_replay(step, BF16, other_backend, "cuda")
+    checks.check_replay(step, BF16, other_backend, "cuda")
 
 
-@pytest.mark.parametrize("step", WHOLE_HEADS, ids=case_id)
+@pytest.mark.parametrize("step", checks.WHOLE_HEADS, ids=case_id)
 def test_a_replay_of_whole_heads(step: Step, other_backend: str):
     with whole_heads():
-        check_replay(step, BF16, other_backend, "cuda")
+        checks.check_replay(step, BF16, other_backend, "cuda")
 
 
-ROUNDS = [{"K": 64, "state": state} | other for other, state in in_turn(OTHER_ROUNDS, FP32, BF16)]
+ROUNDS = [{"K": 64, "state": state} | other for other, state in in_turn(checks.OTHER_ROUNDS, FP32, BF16)]
 ROUNDS += [{"K": 64, "S": 16, "gate": gate} for gate in ("lower_bound", "softplus")]
 
 
 @pytest.mark.parametrize("options", ROUNDS, ids=str)
 def test_many_rounds_of_replay_are_steps_one_by_one(options: dict, backend: str):
-    check_rounds(200, backend, "cuda", dtype=BF16, **options)
+    checks.check_rounds(200, backend, "cuda", dtype=BF16, **options)
 
 
-@pytest.mark.parametrize("name", RECORD_CHECKS)
+@pytest.mark.parametrize("name", checks.RECORD_CHECKS)
 def test_records(name: str, backend: str):
-    RECORD_CHECKS[name](backend=backend, device="cuda", K=128, dtype=BF16)
+    checks.RECORD_CHECKS[name](backend=backend, device="cuda", K=128, dtype=BF16)
 
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
@@ -159,7 +148,7 @@ def test_a_captured_round_replays_with_other_slots_and_counts(state: torch.dtype
 
 def check_captured_round(state: torch.dtype) -> None:
     step = replace(VERIFY, name="captured", state=state, indices=(0, 5, 7))
-    call, records = make_step(step, BF16, "cuda"), replay_buffer(step, "cuda")
+    call, records = make_step(step, BF16, "cuda"), checks.replay_buffer(step, "cuda")
     pool, slots, accepted = call["initial_state"], call["ssm_state_indices"], torch.ones_like(call["ssm_state_indices"])
     call |= {"intermediate_states": records, "output": torch.empty_like(call["v"])}
 

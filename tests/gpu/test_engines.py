@@ -160,10 +160,7 @@ def test_prefill_beside_theirs(name: str, heads: int, kind: str):
         hold(*(x[count + 1 : 2 * count + 1] for x in pools), marked, f"{what}, tracked states")
 
 
-STEPS = pytest.mark.parametrize("drafts", (0, 3), ids=("decode", "verify"))
-
-
-@STEPS
+@pytest.mark.parametrize("drafts", (0, 3), ids=("decode", "verify"))
 @pytest.mark.parametrize("by_channel", (False, True))
 @torch.inference_mode()
 def test_graphs_of_a_whole_step(drafts: int, by_channel: bool):

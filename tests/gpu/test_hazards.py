@@ -53,14 +53,9 @@ def sanitized(tool: str, flags: list[str], *arguments: str) -> subprocess.Comple
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on PATH")
-    done = subprocess.run(
-        [sanitizer, "--tool", tool, *flags, sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sanitizer, "--tool", tool, *flags, sys.executable, *arguments]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device")
     return done

@@ -78,7 +78,7 @@ def log_decays(source: Source, case: Case) -> Tensor:
 
 def gate_parameters(source: Source, case: Case) -> dict:
     """`A_log` and `dt_bias` of the gates that have them."""
-    if case.gate not in verified.WITH_PARAMETERS:
+    if case.gate not in verified.PARAMETRIC_GATES:
         return {}
     A_log, dt_bias = MEMORY[case.memory](source, case.HV, case.K)
     parameters = {}

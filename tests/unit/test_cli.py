@@ -54,6 +54,7 @@ class WrongBackend(ReferenceBackend):
 @pytest.fixture(params=["large", "nan", "raises"])
 def wrong_backend(request, monkeypatch):
     monkeypatch.setattr(backends, "BACKENDS", (WrongBackend(request.param), ReferenceBackend()))
+    monkeypatch.setattr(backends, "NAMES", ("auto", request.param, "reference"))
     return request.param
 
 

@@ -87,12 +87,8 @@ PROGRAMS = ("flashdelta", "make", "python", "pytest", "torchrun", "pip")
 
 def commands(text: str) -> list[list[str]]:
     """Those of bash blocks and those within a sentence, by words, without variables before them."""
-    lines = [
-        line
-        for block in documents.blocks(text)
-        if block.language == "bash"
-        for line in block.code.replace("\\\n", "").splitlines()
-    ]
+    scripts = [block.code.replace("\\\n", "") for block in documents.blocks(text) if block.language == "bash"]
+    lines = [line for script in scripts for line in script.splitlines()]
     lines += re.findall(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`", documents.BLOCK.sub("", text))
     found = [shlex.split(part, comments=True) for line in lines for part in re.split(r" (?:&&|\||&) ", line)]
     return [words[next((i for i, x in enumerate(words) if not re.match(r"[A-Z_]+=", x)), 0) :] for words in found]

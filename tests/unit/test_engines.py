@@ -169,7 +169,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = backends.choose
 
     def refused(problem: Any, device: torch.device, name: object = "auto") -> Any:
-        if name == backends.KERNEL:
+        if name is backends.KERNEL:
             raise ValueError("no kernel runs this call")
         return choose(problem, device, name)
 

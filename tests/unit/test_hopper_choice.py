@@ -15,7 +15,7 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.backends import build_hopper as build
-from flashdelta.kernels.hopper.segments import may_try, split_layout
+from flashdelta.kernels.hopper.segments import split_layout
 from flashdelta.program import launch
 from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import in_slots
@@ -197,10 +197,18 @@ def test_rows_of_a_batch_may_be_any_distance_apart():
     assert found == [dense["q"] // 8, 2**31 - 1, dense["g"] // 8, dense["beta"]]
 
 
-@pytest.mark.parametrize("options", [{"batch_invariant": True}, {"split": 3}, {"split": False}], ids=str)
-def test_what_a_batch_must_not_decide_is_not_tried(options: dict):
-    problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=12, HV=12, T=8192, lengths=(8192,))) | options)
-    assert not may_try(problem) and "forgets" not in split_layout(problem, t.device)
+@pytest.mark.parametrize("T", [1024, 8192])
+def test_what_a_batch_must_not_decide_begins_nowhere_afresh(T: int):
+    call = meta_call(replace(KIMI, H=4, HV=4, T=T, lengths=(T,)))
+    for options in (
+        {},
+        {"batch_invariant": True},
+        {"split": 3},
+        {"split": False},
+        {"return_intermediate_states": True},
+    ):
+        problem, t = check(fd.chunk_kda, **call | options)
+        assert ("forgets" in split_layout(problem, t.device)) == (options == {})
 
 
 PROMPTS = replace(KIMI, H=16, HV=16, lengths=(40,) * 200, state=FP32)

@@ -412,13 +412,17 @@ def ids_of(*shape: int) -> Tensor:
     return torch.randint(1, 60, shape, generator=torch.Generator().manual_seed(1))
 
 
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    found = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters()}
+    return {name: x.clone() for name, x in found.items() if x is not None}
+
+
 def step(model: Any, ids: Tensor, **named: Any) -> tuple[float, dict[str, Tensor]]:
     """The loss, and every gradient."""
-    model.zero_grad(set_to_none=True)
     loss = model(input_ids=ids, labels=ids, **named).loss
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), {name.removeprefix("_orig_mod."): x for name, x in grads.items()}
+    return loss.item(), gradients(model, loss)
 
 
 @pytest.fixture
@@ -426,10 +430,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Gives FLA's layer a plain recurrence for KDA, and transformers' its own PyTorch code."""
     from fla.layers import kda as layer
 
-    from flashdelta.integrations.packing import MODELS, path
-
-    there = (name for name in MODELS if find_spec(f"transformers.models.{name}") is not None)
-    files = [import_module(path(name)) for name in there]
+    files = [import_module(packing.path(x)) for x in packing.MODELS if find_spec(f"transformers.models.{x}")]
 
     def plain(**call: Any) -> tuple[Tensor, Tensor | None]:
         o, state = plain_kda(**call)
@@ -519,14 +520,6 @@ WAYS = {
 }
 
 
-def head_and_gradients(model: Any, call: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and gradients of a sum of their squares."""
-    model.zero_grad(set_to_none=True)
-    logits = call()
-    logits.square().sum().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 PACKED = [(make, way) for make in (kimi, ling, Headed) for way in WAYS] + [(kda, "FLA's name")]
 
 
@@ -541,14 +534,16 @@ def test_packed_documents_are_documents_by_themselves(make: Callable, way: str, 
         return model(**call).logits
 
     each = ids.split(DOCUMENTS, 1)
-    want, grads = head_and_gradients(model, lambda: torch.cat([logits(input_ids=x, use_cache=False) for x in each], 1))
+    want = torch.cat([logits(input_ids=x, use_cache=False) for x in each], 1)
+    grads = gradients(model, want.square().sum())
     call = {"input_ids": ids, "position_ids": positions(*DOCUMENTS)[None]} | WAYS[way](offsets(*DOCUMENTS))
     mask = torch.stack([F.pad(torch.ones_like(x[0]), (max(DOCUMENTS) - x.shape[1], 0)) for x in each])
     padded = torch.zeros_like(mask).masked_scatter(mask.bool(), ids)
     behind = {"input_ids": padded, "attention_mask": mask, "use_cache": False}
     for run in (lambda: logits(**call), lambda: logits(**behind)[mask.bool()][None]):
-        found, own = head_and_gradients(model, run)
+        found = run()
         near(found, want, 2e-6)
+        own = gradients(model, found.square().sum())
         for name, x in grads.items():
             near(own[name], x, 2e-5)
     assert set(counted) == {"chunk_kda"} and len(counted) == (len(DOCUMENTS) + 2) * 2

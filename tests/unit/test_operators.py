@@ -90,11 +90,11 @@ LAYER_CALLS = [
     *((name, fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME[name])) for name in ("heads", "rows", "fused")),
     *((name, fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME[name])) for name in CONVOLUTIONS),
 ]
+BUFFERED = ("every_packed", "many_offsets", "offsets_pool", "split_every")
 OTHERS = [
     *FUSED_CALLS,
     *LAYER_CALLS,
-    *((name, fd.chunk_kda, partial(pool_call, BUFFERS[name])) for name in ("every_packed", "many_offsets")),
-    *((name, fd.chunk_kda, partial(pool_call, BUFFERS[name])) for name in ("offsets_pool", "split_every")),
+    *((name, fd.chunk_kda, partial(pool_call, BUFFERS[name])) for name in BUFFERED),
     ("", fd.commit, commit_call),
     ("records", fd.commit, commit_of_records),
     ("", wy, partial(make_wy, WY_CASES["plain"])),
@@ -279,10 +279,8 @@ def test_explain_covers_every_backend_and_says_why_not(op, make, interpreted: bo
     assert not interpreted or fd.explain(op, **make() | {"backend": "triton"}).chosen == "triton"
 
 
-class Named(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, *arguments, **named):
-        return super().__torch_function__(*arguments, **named)
+class Named(Tensor):
+    """A tensor that is no plain one."""
 
 
 UNREPLAYED = {
@@ -315,10 +313,8 @@ def test_explain_refuses_what_it_does_not_know():
 
 @pytest.mark.parametrize("op", BOTH)
 def test_warmup_calls_every_combination(op):
-    calls = fd.warmup(
-        op, [(32, 32), (64, 32)], dtype=FP32, packed=(False, True), initial_state=(False, True), device="cpu"
-    )
-    assert calls == 2 * 2 * 2
+    axes = dict.fromkeys(("packed", "initial_state"), (False, True))
+    assert fd.warmup(op, [(32, 32), (64, 32)], dtype=FP32, device="cpu", **axes) == 2 * 2 * 2
     assert fd.warmup(op, [(32, 64)], packed=(True,), state_v_first=True, state_dtype=BF16, device="cpu") == 2
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import knobs
 
 import flashdelta as fd
-from flashdelta.backends import TritonBackend
+from flashdelta.backends import KERNEL, TritonBackend
 from flashdelta.kernels.triton.recurrence import recurrence_kernel
 from flashdelta.parallel.exchange import Exchange
 from flashdelta.problem.problem import ChunkTensors
@@ -159,26 +159,17 @@ def test_what_pytorch_computes_is_no_argument(kind: str, started: Started):
 
 
 def test_a_profiler_sees_every_launch(started: Started, monkeypatch: pytest.MonkeyPatch):
-    seen = []
-
-    def compiled(self: Launch) -> SimpleNamespace:
-        return SimpleNamespace(
-            run=lambda *call: seen.append(call[METADATA:ARGUMENTS]),
-            launch_metadata=lambda grid, stream, *arguments: (grid, arguments),
-            function=None,
-            packed_metadata=None,
-        )
-
-    monkeypatch.setattr(Launch, "compiled", compiled)
+    seen, kernel = [], SimpleNamespace(function=None, packed_metadata=None)
+    kernel.run = lambda *call: seen.append(call[METADATA:ARGUMENTS])
+    kernel.launch_metadata = lambda grid, stream, *arguments: (grid, arguments)
+    monkeypatch.setattr(Launch, "compiled", lambda self: kernel)
     t = slots(q=torch.zeros(8))
     plan = plan_of(t, launch("a", t.q, 7))
     plan.execute((), [32])
     monkeypatch.setattr(plans, "hooked", lambda: True)
     plan.execute((), [64])
-    assert seen == [
-        (None,) * 3,
-        (((3, 1, 1), (64, 7)), knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook),
-    ]
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    assert seen == [(None,) * 3, (((3, 1, 1), (64, 7)), *hooks)]
 
 
 def test_a_plan_runs_on_its_device(started: Started, monkeypatch: pytest.MonkeyPatch):
@@ -203,13 +194,9 @@ def test_a_plan_runs_on_its_device(started: Started, monkeypatch: pytest.MonkeyP
 # ---- the cache ----------------------------------------------------------------------------------------------------------
 
 
-class Kept:
-    used = 0
-
-
 def test_the_least_recently_used_are_forgotten(on_gpu: None):
     cache, x = LaunchCache(most=8), torch.zeros(1)
-    entries = [Kept() for _ in range(9)]
+    entries = [SimpleNamespace(used=0) for _ in range(9)]
     for i, entry in enumerate(entries[:8]):
         cache.keep(cache.find("call", (x,), (i,))[1], entry)
     assert [cache.find("call", (x,), (i,))[0] for i in (0, 2)] == [entries[0], entries[2]]  # used again
@@ -219,7 +206,7 @@ def test_the_least_recently_used_are_forgotten(on_gpu: None):
 
 
 def test_keys_tell_values_and_types_apart(on_gpu: None):
-    cache, x, entry = LaunchCache(), torch.zeros(4, 4), Kept()
+    cache, x, entry = LaunchCache(), torch.zeros(4, 4), SimpleNamespace(used=0)
     key = cache.find("call", (x, None), (1, "a"))[1]
     cache.keep(key, entry)
     assert cache.find("call", (torch.ones(4, 4), None), (1, "a"))[0] is entry
@@ -336,9 +323,8 @@ def test_another_length_is_checked_as_any_call(name: str, pretended: Started, mo
     monkeypatch.setattr(dispatcher.lengths, "known", {})
     tokens = dispatcher.operation.by_token
     for T in (64, 16):
-        given = dispatcher.named((), {x: y[:, :T].clone() if x in tokens else y for x, y in call.items()}) | {
-            "border": None
-        }
+        short = {x: y[:, :T].clone() if x in tokens else y for x, y in call.items()}
+        given = dispatcher.named((), short) | {"border": None}
         given["cu_seqlens"] = None if given["cu_seqlens"] is None else given["cu_seqlens"].clamp(max=T)
         tensors, options = (tuple(map(given.get, names)) for names in (dispatcher.tensors, dispatcher.options))
         key = LaunchCache().find("chunk", tensors, options)[1]
@@ -348,22 +334,17 @@ def test_another_length_is_checked_as_any_call(name: str, pretended: Started, mo
             other = getattr(want[1], role)
             assert (x.shape, x.stride(), x.data_ptr()) == (other.shape, other.stride(), other.data_ptr())
     assert len(dispatcher.lengths.known) == 1
-    faults = {
-        "k": given["k"][:, :8].clone(),
-        "v": given["v"].float(),
-        "g": given["g"][..., :16].clone(),
-        "q": given["q"][0],
-    }
-    for fault in faults.items():
+    q, k, v, g = map(given.get, "qkvg")
+    for fault in ({"k": k[:, :8].clone()}, {"v": v.float()}, {"g": g[..., :16].clone()}, {"q": q[0]}):
         with pytest.raises((ValueError, TypeError)) as found:
-            fd.chunk_kda(**call | {x: given[x] for x in ("cu_seqlens", *tokens)} | dict([fault]))
+            fd.chunk_kda(**call | {x: given[x] for x in ("cu_seqlens", *tokens)} | fault)
         with pytest.raises(found.type) as want_error:
-            dispatcher.operation.check(given | dict([fault]))
+            dispatcher.operation.check(given | fault)
         assert str(found.value) == str(want_error.value)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference", "kernel"])
-def test_another_length_may_not_overlap(backend: str, pretended: Started, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("backend", ["triton", "reference", KERNEL])
+def test_another_length_may_not_overlap(backend: object, pretended: Started, monkeypatch: pytest.MonkeyPatch):
     """In a call that is validated, in the first one of another length, and in its replay."""
     monkeypatch.setattr(TritonBackend, "drawback", lambda self, problem, device: None)
     call, tokens = buffered() | {"backend": backend}, CALLS[fd.chunk_kda].operation.by_token
@@ -371,7 +352,7 @@ def test_another_length_may_not_overlap(backend: str, pretended: Started, monkey
         call |= {x: call[x][:, :T].clone() for x in tokens}
         with pytest.raises(ValueError, match=r"^out must be in memory of its own; got memory shared with v") as refused:
             fd.chunk_kda(**call | {"out": call["v"]})
-        assert (refused.type is NoKernel) == (backend == "kernel")
+        assert (refused.type is NoKernel) == (backend is KERNEL)
         fd.chunk_kda(**call)
 
 

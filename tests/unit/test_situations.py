@@ -102,7 +102,7 @@ def own_names() -> None:
     half = replace(pool, state=pool.state.half())
     for y in (x, x[:, :4], x[:, :1]):
         for given, said in (
-            ({"pool": pool, "slots": torch.tensor([0, 9])}, "slots must be below .* 4 slots; got index 9"),
+            ({"pool": pool, "slots": torch.tensor([0, 9])}, "slots must be below 4, the number of slots; got 9"),
             ({"pool": pool, "slots": torch.tensor([2, 2])}, "slots must be distinct: .* index 2"),
             ({"pool": pool, "slots": none}, "slots must be of dtype"),
             ({"pool": half, "slots": torch.tensor([0, 1])}, "pool.state must be of dtype .*; got float16"),
@@ -154,8 +154,7 @@ def wide_filters() -> None:
     assert layer(rows(1, 9, dtype=torch.bfloat16, device="cpu"))[0].dtype == torch.bfloat16
 
 
-def no_model(folder: Path) -> None:
-    file = folder / "model.safetensors"
+def no_model(file: Path) -> None:
     model = KdaLanguageModel(LanguageModelConfig(hidden_size=32, num_layers=1, num_heads=1, num_v_heads=1))
     save_model(model, file)
     whole = file.read_bytes()
@@ -198,7 +197,7 @@ def model_inputs() -> None:
 
 def no_file() -> None:
     with TemporaryDirectory() as folder:
-        no_model(Path(folder))
+        no_model(Path(folder) / "model.safetensors")
 
 
 def sizes() -> None:

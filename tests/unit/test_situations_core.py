@@ -16,9 +16,12 @@ import flashdelta as fd
 from flashdelta.problem import device_checks
 from flashdelta.tools.cli import demo, doctor
 
-from ..support.cases import BY_NAME
+from ..support.cases import BY_NAME, Case, case_id
+from ..support.gradients import gradients, incoming
 from ..support.inputs import TOKEN_TENSORS, make_call
+from ..support.oracle import as_recurrent, assert_close, float64
 from ..support.readouts import OPERATORS, check_layer, check_readout
+from ..support.scalar_decay import CASES, expanded, gated_delta_net, scalar_call
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +35,23 @@ def test_a_readout_past_float16(op: Callable, dtype: torch.dtype):
 @pytest.mark.parametrize("tokens", [4, 70], ids=["token by token", "in chunks"])
 def test_a_layer_in_float16(tokens: int):
     check_layer(tokens, "reference")
+
+
+@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_gated_delta_net_is_kda_with_g_expanded(case: Case, op: Callable):
+    """And so are its gradients, those of g `[B, T, HV]` and dt_bias `[HV]` too."""
+    call = float64(scalar_call(case, torch.float64))
+
+    def run(**given: Any) -> tuple:
+        return op(**expanded(given if op is fd.chunk_kda else as_recurrent(given)))[:2]
+
+    for name, found, want in zip(("o", "final_state"), run(**call), gated_delta_net(**call)):
+        assert_close(name, found, want, 1e-11)
+    found, want = (gradients(call, *incoming(call), f) for f in (run, gated_delta_net))
+    assert found.keys() == want.keys()
+    for name, x in want.items():
+        assert_close(f"grad of {name}", found[name], x, 1e-9)
 
 
 def sequences(**changes: Any) -> dict[str, Any]:
@@ -114,11 +134,11 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
         "a bound that no gate reads": (lambda: sequences(lower_bound=-5.0), "lower_bound must .*; got -5"),
         "offsets fall": (lambda: sequences(cu_seqlens=offsets(0, 50, 20, 70)), ".* non-decreasing; got 50"),
         "offsets pass the end": (lambda: sequences(cu_seqlens=offsets(0, 71)), ".* at most T = 70"),
-        "a slot past the pool": (lambda: pooled(4), "state_indices must be below .* 4 slots; got"),
+        "a slot past the pool": (lambda: pooled(4), "state_indices must be below 4, the number of slots; got 4"),
         "a checkpoint past the pool": (lambda: pooled(0, **marked(16, 4)), "checkpoint_indices must be"),
         "a checkpoint past the buffer": (
             lambda: sequences(checkpoint_states=torch.zeros(3, 2, 32, 64), **marked(16, 3)),
-            "checkpoint_indices must be below the number of rows, 3 rows; got index 3",
+            "checkpoint_indices must be below 3, the number of rows; got 3",
         ),
         "a checkpoint past the end": (
             lambda: pooled(0, **marked(80, 1)),
@@ -136,6 +156,10 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
             lambda: sequences(null_index="non_positive"),
             "null_index must be 'negative' without state_indices",
         ),
+        "a decay per head": (
+            lambda: sequences() | {"g": -torch.rand(1, 70, 2)},
+            r"g must be of shape .* = \[1, 70, 2, 32\] \(.* g\[\.\.\., None\]\.expand.*; got shape \[1, 70, 2\]$",
+        ),
         "a promise that the gate can't keep": (
             lambda: make_call(BY_NAME["softplus"]) | {"safe_gate": True},
             "safe_gate must be False with the gate 'softplus'",
@@ -143,7 +167,7 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
     },
     fd.recurrent_kda: {
         "a bound that no gate reads": (lambda: step(0, lower_bound=-5.0), "lower_bound must .*; got -5"),
-        "a slot past the pool": (lambda: step(1, 4), "ssm_state_indices must be below .* 4 slots; got"),
+        "a slot past the pool": (lambda: step(1, 4), "ssm_state_indices must be below 4, the number of slots"),
         "a slot for two": (lambda: step(1, 1), "ssm_state_indices must be distinct"),
         "a null index that nothing reads": (
             lambda: step(0, ssm_state_indices=None, initial_state=None, null_index="non_positive"),
@@ -153,7 +177,7 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
     fd.short_convolution: {
         "a checkpoint past the buffer": (
             lambda: convolved(checkpoint_states=torch.zeros(3, 8, 3), **marked(16, 3)),
-            "checkpoint_indices must be below the number of rows",
+            "checkpoint_indices must be below 3, the number of rows",
         ),
         "a null index that nothing reads": (lambda: convolved(null_index="non_positive"), "null_index must be"),
     },

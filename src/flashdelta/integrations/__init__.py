@@ -3,8 +3,6 @@
 Nothing here imports a framework before it is asked for.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal

@@ -5,8 +5,6 @@ FLA asks its registered backends before every call: a verifier says whether a ba
 arguments it knows and a kernel supports; FLA runs the others. On a CPU, where FLA has nothing to run, the reference takes them.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys
@@ -36,12 +34,6 @@ DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
 """Releases are two packages, of which the first has the kernels. An installation from FLA's repository is the second alone."""
 
 DISPATCH_OFF = "FLA_DISABLE_BACKEND_DISPATCH=1"
-
-GATE_ARGUMENTS = ("A_log", "dt_bias", "lower_bound")
-"""FLA reads them with `use_gate_in_kernel` alone."""
-
-PRIORITY = 2
-"""Lower comes first; FLA's own backends have 3 and more."""
 
 
 class Unfit(ValueError):
@@ -100,11 +92,11 @@ class Adapter:
             if ours is None or ours in call:
                 raise Unfit(f"{name}: flashdelta.{self.op.__name__} has no such argument")
             call[ours] = x
-        if not call.get("use_gate_in_kernel"):
-            for name in GATE_ARGUMENTS:
+        if not call.get("use_gate_in_kernel"):  # with which alone FLA reads these
+            for name in ("A_log", "dt_bias", "lower_bound"):
                 call.pop(name, None)
         if "cp_context" in call:  # whose offsets count
-            for name in ("cu_seqlens", HOST_OFFSETS):
+            for name in ("cu_seqlens", "cu_seqlens_cpu"):
                 call.pop(name, None)
         reason = self.refusal(call, given)
         if reason is not None:
@@ -121,9 +113,6 @@ class Adapter:
         except (Unfit, TypeError) as reason:
             why = str(reason)
         return why is None, why
-
-
-HOST_OFFSETS = "cu_seqlens_cpu"
 
 
 def is_on_cpu(*arguments: Any) -> bool:
@@ -227,7 +216,7 @@ def backend_class(base: type) -> type:
 
         backend_type = package_name = "flashdelta"
         env_var = ENVIRONMENT
-        priority = PRIORITY
+        priority = 2  # lower comes first; FLA's own have 3 and more
 
         @classmethod
         def is_available(cls) -> bool:

@@ -4,8 +4,6 @@ Methods of its Triton kernel, which is the default for all three, are replaced. 
 speculative tokens, and its ring of replayed ones.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +28,7 @@ def gate(call: Arguments) -> Arguments:
     """Options of the gate, which the layer does not apply: g is what the projection gave, or a log decay without parameters."""
     if call["A_log"] is None:
         return {}
-    given = {name: call[name] for name in ("A_log", "dt_bias", "lower_bound")}
-    return given | {"use_gate_in_kernel": True}
+    return {name: call[name] for name in ("A_log", "dt_bias", "lower_bound")} | {"use_gate_in_kernel": True}
 
 
 def packed_decode(original: Original, call: Arguments) -> Tensor:
@@ -104,7 +101,6 @@ def warm(sizes: Any, dtype: torch.dtype, state_dtype: torch.dtype, lower_bound: 
     options: Arguments = {"gate": "softplus" if lower_bound is None else "lower_bound", "lower_bound": lower_bound}
     options |= {"dtype": dtype, "state_dtype": state_dtype, "state_v_first": True}
     options |= {"head_dims": [(sizes[1], sizes[0])], "device": device}
-
     tracks = {"checkpoint_states": (False, True), "checkpoint_dtype": torch.float32}
     warm_up(chunk_kda, **options, packed=(True,), state_pool=(True,), has_initial_state=(False,), **tracks)
     warm_up(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec)

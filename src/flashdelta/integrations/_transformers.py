@@ -1,8 +1,6 @@
 """Hugging Face's transformers, whose models take KDA from FLA, and so from its integration. Only what keeps packed sequences
 apart is replaced in them (`packing.py`)."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 from . import Status, _fla, packing

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
 from ..problem.switches import is_on
-from .engine import KERNEL, Arguments, Engine, first_rows, runs, take, warm_up
+from ..runtime.explain import supports
+from .engine import KERNEL, Arguments, Engine, first_rows, take, warm_up
 from .seams import Adapter, Patch, TensorProxy, real
 
 Original = Callable[..., Any]
@@ -229,8 +230,7 @@ def k3_prefill(call: Arguments) -> Tensor | None:
     marks: Arguments = {}
     if offsets is not None:
         # one state per sequence, in a buffer of its own, from which vLLM stores it
-        rows = first_rows(offsets.shape[0], offsets.device)
-        marks = {"checkpoint_offsets": offsets, "checkpoint_indices": rows}
+        marks = {"checkpoint_offsets": offsets, "checkpoint_indices": first_rows(offsets.shape[0], offsets.device)}
         marks["checkpoint_states"] = call.get("checkpoint_state")
     o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
     if offsets is not None:
@@ -281,7 +281,7 @@ def takes(call: Arguments, spec: int) -> bool:
     H, K, W = (call[name] for name in ("num_heads", "head_dim", "conv_width"))
     dtypes = tuple(call[f"{name}_dtype"] for name in ("input", "conv_state", "recurrent_state"))
     with torch.inference_mode():
-        ours = runs(fused_kda_decode, null_step(H, K, W, dtypes, spec, -5.0, device))
+        ours = supports(fused_kda_decode, **null_step(H, K, W, dtypes, spec, -5.0, device), backend=KERNEL).ok
     if ours:
         _fused.add((H, K, W, *dtypes, spec))
     return ours
@@ -401,7 +401,7 @@ POOLED = ("packed", "state_pool", "has_initial_state")
 
 
 def warm(call: Arguments, gate: Arguments, spec: int, prefill: Arguments) -> None:
-    """Compiles what a built layer's calls need, once a process: vLLM measures memory and captures graphs before the first
+    """Compiles what a built layer's calls need, once per process: vLLM measures memory and captures graphs before the first
     prefill. Without a GPU there is nothing to compile. `prefill`: what its prefills pass otherwise than its steps."""
     layer = call["self"]
     if accelerator() is None:
@@ -441,7 +441,6 @@ def largest(T: int, N: int, state: torch.dtype, options: Arguments, out: Tensor)
     found["cu_seqlens"] = (torch.arange(N + 1, device=out.device) * T // N).int()
     found |= {"state_pool": make(1, H, D, D, dtype=state), "state_indices": none}
     found |= {"use_beta_sigmoid_in_kernel": options.get("use_beta_sigmoid_in_kernel", True), **LAYOUT}
-
     if options["gate"] == "none":
         found["safe_gate"] = options["safe_gate"]
     else:
@@ -471,8 +470,7 @@ def built(original: Original, call: Arguments) -> None:
     original(**call)
     layer, bound = call["self"], call["self"].gate_lower_bound
     marks = {"checkpoint_states": (False, True)} if getattr(layer, "_checkpoint_exporter", None) is not None else {}
-    gate = {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}
-    warm(call, gate, layer.num_spec, marks)
+    warm(call, {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}, layer.num_spec, marks)
 
 
 MANY = 257
@@ -533,7 +531,6 @@ LAYERS = {
     GLM: "Glm5NextLinearAttention",
     LING: "BailingMoeV3KimiDeltaAttention",
 }
-FORWARD = {module: f"{name}._forward" for module, name in LAYERS.items()}
 
 PATCHES: tuple[Patch, ...] = (
     Patch(KIMI_KERNELS, "fused_recurrent_kda_packed_decode", "6e95767918987362", kimi_decode),
@@ -541,8 +538,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(KIMI_KERNELS, "chunk_kda_with_fused_gate", "3fe4d6d07821a5b8", kimi_prefill),
     Patch(KIMI_LINEAR, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
     Patch(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.__init__", "199bf78df1943ec2", built),
-    Patch(KIMI_LINEAR, FORWARD[KIMI_LINEAR], "5922f6cd4a2f1ffe", forward),
-    Patch(KIMI_K3, FORWARD[KIMI_K3], "b242680bd05d1173", forward),
+    Patch(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}._forward", "5922f6cd4a2f1ffe", forward),
+    Patch(KIMI_K3, f"{LAYERS[KIMI_K3]}._forward", "b242680bd05d1173", forward),
     Patch(KIMI_K3, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
     Patch(KIMI_K3, "current_workspace_manager", "fca22d7c07a5ca21", workspace_manager),
     Patch(KIMI_K3, "_flashkda_prefill", "36968a8ddc1edd7d", k3_prefill),
@@ -552,7 +549,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(OPS, "fused_kda_decode", "36a50ca327ba019f", k3_fused_decode),
     Patch(KIMI_K3, "flashinfer_packed_fused_kda_decode", "66651a351884854d", k3_fused_verify, FUSED_VERIFY),
     Patch(KIMI_K3, f"{LAYERS[KIMI_K3]}.__init__", "9f4c87e698b7aa65", built_k3),
-    Patch(GLM, FORWARD[GLM], "7257009b52a328c1", forward),
+    Patch(GLM, f"{LAYERS[GLM]}._forward", "7257009b52a328c1", forward),
     Patch(GLM, "gather_initial_states", "1b460ee108cc9f68", gather_initial_states),
     Patch(GLM, "scatter_states", "54bc81abe12d15d7", scatter_states),
     Patch(GLM, "fused_recurrent_kda", "7ee071712c611d65", glm_step),
@@ -562,7 +559,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(LING, "chunk_kda", "e52ee7aa2fc5dec7", ling_prefill, "safe_gate lower_bound"),
     Patch(LING, "fused_recurrent_kda", "3f0d5e5d300cc99a", ling_decode, "safe_gate lower_bound"),
     Patch(LING, "fused_recurrent_kda_fwd", "83902116cdd8ede9", ling_verify),
-    Patch(LING, FORWARD[LING], "53ec43ed8b71280c", ling_forward),
+    Patch(LING, f"{LAYERS[LING]}._forward", "53ec43ed8b71280c", ling_forward),
     Patch(LING, f"{LAYERS[LING]}.__init__", "6bf1f60c1bc8d969", built_ling),
     # read, not replaced
     Patch(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.get_state_dtype", "cd88b43e1982404c"),

@@ -1,7 +1,5 @@
 """Integrations of frameworks: one switch per process, and calls that a kernel runs or nobody."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings
@@ -17,7 +15,6 @@ from torch import Tensor
 from ..backends import KERNEL, other_vendor
 from ..problem.switches import is_on
 from ..runtime.call import NoKernel
-from ..runtime.explain import supports
 from ..runtime.warmup import warmup
 from . import Status
 from .seams import Patch, Patches, differences, folder_of
@@ -54,11 +51,9 @@ class Integration:
 
     def obstacle(self, version: str) -> str | None:
         """Says how the framework differs from what this was written for."""
-        raise NotImplementedError
 
     def apply(self) -> None:
         """Replaces the framework's code."""
-        raise NotImplementedError
 
     def enable(self) -> None:
         """Lets the framework's calls run on flashdelta, in this process. Where it is not what this was written for, warns once
@@ -160,11 +155,6 @@ def take(op: Callable[..., Any], call: Arguments) -> Any:
         return op(**call, backend=KERNEL)
     except NoKernel:
         return None
-
-
-def runs(op: Callable[..., Any], call: Arguments) -> bool:
-    """Says whether `take` would run the call. Validates it anew: for a layer that is built, not for its calls."""
-    return supports(op, **call, backend=KERNEL).ok
 
 
 def warm_up(op: Callable[..., Any], **options: Any) -> None:

@@ -1,7 +1,5 @@
 """Packed sequences in Hugging Face's models: transformers' convolution has no offsets, and its models hand none to KDA."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings
@@ -140,7 +138,6 @@ def packed_convolution(original: Callable[..., Any], is_on: Callable[[], bool]) 
         offsets = offsets_of(named)
         if offsets is None or not is_on():
             return original(x, weight, bias=bias, activation=activation, **named)
-
         rows = x.mT.flatten(0, 1)[None]
         weight, bias = (None if w is None else w if w.dtype == torch.float32 else w.to(x.dtype) for w in (weight, bias))
         y, _ = short_convolution(rows, weight, bias, activation=activation, cu_seqlens=offsets)

@@ -1,5 +1,5 @@
-"""Patches of an engine's code: functions by name, with digests of their code as it was read. A check reads source files and
-imports nothing.
+"""Patches of an engine: each names a function or class, with digests of its code as it was read. A check reads source files
+and imports nothing.
 
     python -m flashdelta.integrations.seams vllm [FOLDER]
 
@@ -32,7 +32,7 @@ ABSENT = object()
 
 
 class Patches:
-    """Replaces attributes of modules or classes, and puts back what was there."""
+    """Patches attributes of modules or classes, and puts back what was there."""
 
     def __init__(self) -> None:
         self.replaced: list[tuple[ModuleType | type, str, Any, Any]] = []
@@ -108,7 +108,7 @@ Adapter = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Patch:
-    """A replacement in an engine, or code that adapters rely on: the function or class `name`, or `Class.method`, of `module`,
+    """A patch of an engine, or code that adapters rely on: the function or class `name`, or `Class.method`, of `module`,
     wherever it is defined.
 
     `digests`: of the versions that were read, separated by spaces; none where there is nothing to read. `adapter` replaces a
@@ -242,7 +242,6 @@ def content(x: Any) -> Any:
     fields = {name: y for name, y in ast.iter_fields(x) if y is not None and y != []}
     if isinstance(x, DOCUMENTED) and ast.get_docstring(x, clean=False) is not None:
         fields["body"] = x.body[1:]
-
     if isinstance(x, ast.JoinedStr):  # Python 3.12.1 has empty strings in formats
         fields["values"] = [y for y in x.values if getattr(y, "value", None) != ""]
     return type(x).__name__, [(name, content(y)) for name, y in fields.items()]

@@ -32,8 +32,9 @@ from ..parallel.checks import broadcast_errors
 from ..parallel.context import ContextParallel, check_offsets, context_of
 from ..parallel.halo import halo
 from ..problem.arguments import check_int, check_int_in, check_name, flag, positive
+from ..problem.device_checks import LOWEST_DECAY
 from ..problem.errors import called, mistyped, rule, wrong
-from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, LOWEST_BOUND, MAX_TAPS, MIN_TAPS, epsilon
+from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, epsilon
 from ..problem.operations import bound as check_bound
 from ..problem.problem import PARAMETRIC_GATES, PLAIN_GATES, NullIndex
 from ..runtime.explain import Explanation, explain
@@ -154,7 +155,7 @@ class KimiDeltaAttention(nn.Module):
             flag(name, value)
         self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
         self.head_dim, self.head_v_dim, self.conv_size = head_dim, head_v_dim, conv_size
-        self.lower_bound = LOWEST_BOUND if read and lower_bound is None else lower_bound
+        self.lower_bound = LOWEST_DECAY if read and lower_bound is None else lower_bound
         self.gate, self.allow_neg_eigval, self.norm_eps = gate, allow_neg_eigval, norm_eps
         self.chunk_size, self.backend = chunk_size, backend
 
@@ -190,8 +191,7 @@ class KimiDeltaAttention(nn.Module):
         fastest = FASTEST_DECAY if self.lower_bound is None else min(FASTEST_DECAY, -0.9 * self.lower_bound)
         low, high = math.log(min(SLOWEST_DECAY, 0.5 * fastest)), math.log(fastest)
         decay = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
-        softplus = decay.expm1().log()
-        self.dt_bias.copy_(softplus if self.lower_bound is None else torch.logit(decay / -self.lower_bound))
+        self.dt_bias.copy_(decay.expm1().log() if self.lower_bound is None else torch.logit(decay / -self.lower_bound))
 
     def mark_parameters(self) -> None:
         """Sets `_no_weight_decay` on `A_log` and `dt_bias`: what makes new parameters of them drops it."""
@@ -323,8 +323,7 @@ class KimiDeltaAttention(nn.Module):
         for name, size in (("batch", batch), ("tokens", tokens)):
             check_int(name, size)
             rule(name, size >= 0, "at least 0", size)
-        device = self.conv_weight.device
-        x = torch.zeros(batch, tokens, self.hidden_size, dtype=self._input_dtype(), device=device)
+        x = torch.zeros(batch, tokens, self.hidden_size, dtype=self._input_dtype(), device=self.conv_weight.device)
         share, p = self._projected(x)
         mixed = x.new_zeros(batch, tokens, share.heads(sum(self.conv_channels)))
         op, arguments, options = self._kda_call(p, mixed, {"output_final_state": True}, share)
@@ -332,8 +331,7 @@ class KimiDeltaAttention(nn.Module):
 
     def _input_dtype(self) -> torch.dtype:
         """The dtype of the projections, as far as they have one; filters may stay in float32."""
-        dtypes = (x.dtype for x in self.b_proj.parameters() if x.is_floating_point())
-        return next(dtypes, self.conv_weight.dtype)
+        return next((x.dtype for x in self.b_proj.parameters() if x.is_floating_point()), self.conv_weight.dtype)
 
     def _projected(self, x: Tensor) -> tuple[Share, Projected]:
         """A rank's share of the heads, and the outputs of all projections, of its heads, by name."""
@@ -410,9 +408,8 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"{given} must be left out with cp_context; got one")
         context = context_of(cp_context, None, x.device)
         context.check_tokens(x)
-        if context.conv_size not in (None, self.conv_size):
-            taps = f"for the layer's conv_size = {self.conv_size}"
-            raise wrong("cp_context", f"one for {context.conv_size} taps", taps)
+        fits, wanted = context.conv_size in (None, self.conv_size), f"for the layer's conv_size = {self.conv_size}"
+        rule("cp_context", fits, wanted, f"one for {context.conv_size} taps")
         return context
 
     def _inputs_before(self, mixed: Tensor, context: ContextParallel) -> Tensor:

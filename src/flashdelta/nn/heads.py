@@ -1,7 +1,5 @@
 """Tensor parallelism of a layer by heads: which heads a rank has, and its part of the parameters beside the projections."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +47,6 @@ class Share:
         return torch.cat([block.chunk(self.ranks)[self.rank] for block in parts])
 
 
-WHOLE = Share()
-"""Share of a layer that one rank has."""
-
 SPLIT = ("q_proj", "k_proj", "v_proj", "f_proj.1", "b_proj", "g_proj.1")
 """Projections whose outputs lie by heads. `o_proj` takes them."""
 
@@ -67,7 +62,7 @@ def share_of(layer: nn.Module, found: Mapping[str, int], heads: Mapping[str, tup
         ValueError: projections that are split otherwise than by heads, or not by `parallelize_module`.
     """
     if all(found[name] == number * width for name, (number, width) in heads.items()):
-        return WHOLE
+        return Share()
     mesh = getattr(getattr(layer.q_proj, "weight", None), "device_mesh", None)
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
     plan = f"{', '.join(SPLIT)} column-wise, o_proj row-wise, by torch.distributed.tensor.parallel.parallelize_module"
@@ -85,5 +80,5 @@ def share_of_weights(layer: nn.Module) -> Share:
     """`share_of` a layer that does not run, from its weights. Shards of FSDP are no parts of heads."""
     mesh = getattr(getattr(layer.q_proj, "weight", None), "device_mesh", None)
     if mesh is None or mesh.ndim != 1 or type(layer.q_proj).__name__.startswith("FSDP"):
-        return WHOLE
+        return Share()
     return Share(mesh.size(), mesh.get_local_rank(), mesh.get_group())

@@ -7,8 +7,6 @@
 Trained by `examples/train_tiny_lm.py`; run by `flashdelta demo`.
 """
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..problem.arguments import check_int, check_tensor, find_device, number_or_none, positive
+from ..problem.arguments import check_float, check_int, check_tensor, find_device, positive
 from ..problem.errors import mistyped, rule, wrong
 from .attention import KdaCache, KdaPool, KimiDeltaAttention
 
@@ -205,7 +203,7 @@ class KdaLanguageModel(nn.Module):
         Raises:
             ValueError: a negative temperature.
         """
-        number_or_none("temperature", temperature)
+        check_float("temperature", temperature)
         rule("temperature", temperature is not None and temperature >= 0, "at least 0", temperature)
         while True:
             token = sample(logits, temperature, generator)
@@ -231,8 +229,7 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator | None
     """A token `[B]` for every row of `logits [B, len(VOCABULARY)]`."""
     if temperature == 0:
         return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    return torch.multinomial(torch.softmax(logits.float() / temperature, dim=-1), 1, generator=generator)[:, 0]
 
 
 def save_model(model: KdaLanguageModel, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -245,11 +242,8 @@ def save_model(model: KdaLanguageModel, path: str | Path, dtype: torch.dtype = t
     from safetensors.torch import save_file
 
     rule("dtype", isinstance(dtype, torch.dtype) and dtype.is_floating_point, "a dtype of floats", dtype)
-    exact = ("A_log", "dt_bias")
-    weights = {
-        name: (x if name.endswith(exact) else x.to(dtype)).detach().cpu().contiguous()
-        for name, x in model.state_dict().items()
-    }
+    kept = {name: x if name.endswith(("A_log", "dt_bias")) else x.to(dtype) for name, x in model.state_dict().items()}
+    weights = {name: x.detach().cpu().contiguous() for name, x in kept.items()}
     try:
         save_file(weights, str(path), metadata={_CONFIG_KEY: json.dumps(asdict(model.config))})
     except SafetensorError as error:
@@ -294,10 +288,6 @@ def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelCon
     rule("path", _CONFIG_KEY in metadata, SAVED, f"{str(path)!r} without a model's shape")
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
-    rule(
-        "path",
-        values.keys() == names,
-        f"a model with the fields {sorted(names)}",
-        f"one with the fields {sorted(values)}",
-    )
+    wanted = f"a model with the fields {sorted(names)}"
+    rule("path", values.keys() == names, wanted, f"one with the fields {sorted(values)}")
     return LanguageModelConfig(**values)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..problem.errors import rule, wrong
+from ..problem.errors import rule
 from .attention import KimiDeltaAttention
 
 if TYPE_CHECKING:
@@ -52,10 +52,9 @@ def shard_attention(
     layers = [x for x in module.modules() if isinstance(x, KimiDeltaAttention)]
     rule("module", len(layers) > 0, "a KimiDeltaAttention, or hold one", type(module).__name__)
     for layer in layers:
-        narrow = next((name for name, x in layer.named_parameters() if x.dtype != torch.float32), None)
-        if narrow is not None:
-            got = f"{narrow} in {layer.get_parameter(narrow).dtype}"
-            raise wrong("module", got, "in torch.float32 (param_dtype is for the projections)")
+        for name, x in layer.named_parameters():
+            wanted = "in torch.float32 (param_dtype is for the projections)"
+            rule("module", x.dtype == torch.float32, wanted, f"{name} in {x.dtype}")
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
         fully_shard(list(layer.children()), mp_policy=policy, **options)

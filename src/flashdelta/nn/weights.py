@@ -5,8 +5,6 @@ that Kimi-Linear's own checkpoints have.
     theirs.load_state_dict(export_weights(layer, "fla"))
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

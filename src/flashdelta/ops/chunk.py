@@ -131,7 +131,7 @@ def chunk_kda(
             states in place; what counts are ranges of addresses, from a tensor's first element to its last), and takes no
             gradients.
         checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so
-            many tokens of the sequence is stored too. 0 means none; others must rise in a row and be multiples of 16, or the
+            many tokens of the sequence is stored too. 0 means none; others must be strictly increasing multiples of 16, or the
             sequence's length (where the state is the final one); M at most 8 in a pool. FLASHDELTA_CHECK=1 refuses others.
             Without it offset `c_m` cuts the sequence at `d_m = clamp(c_m, d_{m-1}, L)` for L tokens, `d_{-1} = 0`, and stores
             the state if `0 < c_m == d_m`: those past the end, or below the cut before, store nothing, an equal one the same
@@ -166,9 +166,9 @@ def chunk_kda(
         chunk_size: 32 or 64 tokens.
         split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
-            sequences. The backward pass has the same segments. Results differ in rounding. "auto" also tries, on `hopper` and
-            without gradients or offsets of checkpoints, whether a segment forgets the state before it: up to 2^-40 of that
-            state may be dropped, and a NaN or an infinity in it (docs/split.md).
+            sequences. The backward pass has the same segments. Results differ in rounding. With "auto"
+            and few heads `hopper` also begins segments where a chunk forgets the state before it: up to 2^-60 of that state
+            may be dropped, and a NaN or an infinity in it (docs/split.md).
         cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
             too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and
             run its backward pass. `initial_state` is read, and has a gradient, where the sequence starts; `final_state` is that
@@ -188,8 +188,8 @@ def chunk_kda(
 
         Besides its results a call of kernels without gradients, on one GPU, needs at most `S HV ((3 C K + 2 C C) b + 4 K)`
         bytes while it runs, where `C` is `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be:
-        packed the bound `NT` above, else B times it. The backend `hopper` takes up to `36864 K + 1024` more, and where
-        sequences are cut into segments `4 G HV (K (K + 2 V) + 1) + 4 (N + 1) + 24` more. `G` is the most segments that there
+        packed the bound `NT` above, else B times it. The backend `hopper` takes up to `36864 K + 1024 + 4 S HV` more, and where
+        sequences are cut into segments `4 G HV K (K + 2 V) + 4 (N + 1) + 24` more. `G` is the most segments that there
         may be: n for each sequence with `split=n`, with "auto" one for each and one more for every 2 HV SMs (with
         `batch_invariant` as many more for each). Inputs that can't be read in place are copied.
 

@@ -35,18 +35,18 @@ def short_convolution(
     r"""Causal convolution over the tokens, each channel by a filter of its own, then SiLU: what makes queries, keys and values
     of their projections (Kimi Linear, arXiv 2510.26692, section 4).
 
-    Examples:
-        >>> x, weight = torch.randn(2, 10, 64), torch.randn(64, 4)
-        >>> o, state = fd.short_convolution(x, weight, output_final_state=True)
-        >>> o.shape, state.shape
-        (torch.Size([2, 10, 64]), torch.Size([2, 64, 3]))
-
         o[t] = act(bias + sum_j weight[:, j] * x[t - (W - 1) + j])
 
     Inputs before a sequence's first token are its state's, zeros without one. In float32, rounded once, in one launch (with
     checkpoints two). `x` may be a slice of a fused projection: if its last dimension is dense it is read in place. Convolve q,
     k and v side by side, and `o.split(...)` has the views that `chunk_kda` reads in place. Differentiable in x, weight, bias
     and the initial state; the gradients of weight and bias are summed in a fixed order.
+
+    Examples:
+        >>> x, weight = torch.randn(2, 10, 64), torch.randn(64, 4)
+        >>> o, state = fd.short_convolution(x, weight, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 64, 3]))
 
     Args:
         x: `[B, T, D]`, bfloat16, float16 or float32 (float64: reference backend).
@@ -67,8 +67,8 @@ def short_convolution(
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
         has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot.
         checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `checkpoint_states`: the state after so many tokens of the
-            sequence is stored too. 0 means none; others must rise in a row, to at most the sequence's length. Offsets past
-            the end are ignored. The values are not read on the host; FLASHDELTA_CHECK=1 verifies them.
+            sequence is stored too. 0 means none; others must be strictly increasing, to at most the sequence's length. Offsets
+            past the end are ignored. The values are not read on the host; FLASHDELTA_CHECK=1 verifies them.
         checkpoint_indices: the rows for them, shaped like `checkpoint_offsets`: null if below 0 or past the end. No two
             states may be stored to one row.
         checkpoint_states: `[rows, D, L]`, float32 or dtype of x whatever other states have, any strides that do not overlap:

@@ -43,6 +43,13 @@ def fused_kda_decode(
     r"""One step of decoding of a layer, in one launch: what lies between its projections (Kimi Linear, arXiv 2510.26692,
     section 4).
 
+        q, k, v = silu(conv(x));   o = rmsnorm(KDA(q, k, v, g, beta)) * norm_weight * sigmoid(output_gate)
+
+    as `short_convolution`, `recurrent_kda` and `gated_rms_norm` compute it, with windows and states in pools; all in float32,
+    rounded once. Arguments as in FlashInfer's and vLLM's `fused_kda_decode`, where they have one. No gradients. The call
+    allocates nothing if `output` is given, reads no tensor on the host, and can be captured in a CUDA graph and replayed with
+    other indices and data.
+
     Examples:
         >>> x, filters, windows = torch.randn(2, 192), torch.randn(192, 4), torch.zeros(8, 192, 3)
         >>> g, z, beta = torch.randn(2, 1, 64), torch.randn(2, 1, 64), torch.randn(2, 1)
@@ -51,13 +58,6 @@ def fused_kda_decode(
         >>> y = fd.fused_kda_decode(x, filters, windows, g, beta, *gate, slots, states, z, norm)
         >>> y.shape
         torch.Size([2, 1, 1, 64])
-
-        q, k, v = silu(conv(x));   o = rmsnorm(KDA(q, k, v, g, beta)) * norm_weight * sigmoid(output_gate)
-
-    as `short_convolution`, `recurrent_kda` and `gated_rms_norm` compute it, with windows and states in pools; all in float32,
-    rounded once. Arguments as in FlashInfer's and vLLM's `fused_kda_decode`, where they have one. No gradients. The call
-    allocates nothing if `output` is given, reads no tensor on the host, and can be captured in a CUDA graph and replayed with
-    other indices and data.
 
     A sequence whose slot is null (see `null_index`) or past the pools' end is null: its outputs are zero and it stores nothing.
 
@@ -92,7 +92,7 @@ def fused_kda_decode(
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)`.
         beta_is_logit: `sigmoid(raw_beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(raw_beta)`.
         cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences of up to `1 + num_spec_tokens` tokens, from 0,
-            never falling. A sequence without tokens leaves its slots alone. So does a longer one, which FLASHDELTA_CHECK=1
+            non-decreasing. A sequence without tokens leaves its slots alone. So does a longer one, which FLASHDELTA_CHECK=1
             refuses. Its rows of the output, and those of no sequence, are undefined.
         num_spec_tokens: `S` in 1 to 16: `1 + S` tokens per sequence (packed: up to).
         num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: how many tokens of the round before were accepted.

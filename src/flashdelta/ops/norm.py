@@ -15,14 +15,14 @@ def gated_rms_norm(
     r"""RMS norm of rows, times a gate: what follows attention in the layer (Kimi Linear, arXiv 2510.26692,
     section 4).
 
-    Examples:
-        >>> fd.gated_rms_norm(torch.randn(10, 64), torch.randn(10, 64), torch.ones(64)).shape
-        torch.Size([10, 64])
-
         o = x / sqrt(mean(x^2) + eps) * weight * act(z)
 
     In float32, rounded once. Inputs may be strided views, such as slices of a fused projection: if the last dimension is
     dense they are read in place. Differentiable in x, z and weight; the weight's gradient is summed in a fixed order.
+
+    Examples:
+        >>> fd.gated_rms_norm(torch.randn(10, 64), torch.randn(10, 64), torch.ones(64)).shape
+        torch.Size([10, 64])
 
     Args:
         x: `[.., V]`, bfloat16, float16 or float32 (float64: reference backend); `V` up to 8192.

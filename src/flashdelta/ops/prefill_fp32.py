@@ -72,6 +72,5 @@ torch.library.impl("kda_prefill::forward", "default")(kda_prefill)
 @torch.library.register_fake("kda_prefill::forward")
 def _pretend(*tensors: Tensor | int, **options: object) -> tuple[Tensor, ...]:
     names = (*_dispatch.tensors, *_dispatch.options)
-    defaults = {"scale": None, "gate": "none", "precision": DEFAULT_PRECISION, "backend": "auto"}
-    problem, t = operations.PREFILL.check(defaults | dict(zip(names, tensors)) | options)
+    problem, t = operations.PREFILL.check(_dispatch.defaults | dict(zip(names, tensors)) | options)
     return tuple(t.primary.new_empty(x.shape) for x in problem.results().values())

@@ -77,8 +77,7 @@ def chunk_bwd_wy_dqkg(
         strictly lower `A`, not of its inverse; 0 elsewhere. Rows of tokens of no sequence are undefined.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, or a backend that can't run the call; the message names it, what
-            came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.
     """
     tensors = (q, k, v, v_new, g, beta, A, h, dh, do, dv, cu_seqlens)
     found = _dispatch(tensors, (scale, chunk_size, state_v_first, use_exp2, backend))

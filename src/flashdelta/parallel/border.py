@@ -1,7 +1,5 @@
 """The part of other ranks that a rank's kernels read: where sequences go on, as numbers on the device (docs/parallel.md)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

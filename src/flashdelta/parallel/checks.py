@@ -1,7 +1,5 @@
 """FLASHDELTA_CHECK=1 verifies of calls over ranks: that all make the same one, and that none of them refuses it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import zlib
@@ -60,10 +58,8 @@ def check_on_all_ranks(context: Any, described: object, name: str = "cp_context"
             alike = "of calls with the same shapes, dtypes, options and backend"
             raise wrong(name, f"another call on rank {r} than on rank 0", alike)
         rule("cu_seqlens", offsets[r] == offsets[0], SAME_OFFSETS, f"other offsets on rank {r} than on rank 0")
-    firsts, lasts = [*range(context.ranks)], [*range(context.ranks)]
-    for r, (opened, left, first, last) in enumerate(found):
-        firsts[r] = first if opened >= 0 and opened == left else r
-        lasts[r] = last if opened >= 0 and opened == left else r
+    firsts = [first if opened == left >= 0 else r for r, (opened, left, first, _) in enumerate(found)]
+    lasts = [last if opened == left >= 0 else r for r, (opened, left, _, last) in enumerate(found)]
     outer = found[0][OPEN_IN] >= 0 or found[-1][OPEN_OUT] >= 0
     for r, (a, b) in enumerate(itertools.pairwise(found)):
         left, opened = a[OPEN_OUT] >= 0, b[OPEN_IN] >= 0

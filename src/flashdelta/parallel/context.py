@@ -1,7 +1,5 @@
 """A call's knowledge of the other ranks of a process group, over which its sequences lie (docs/parallel.md)."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from dataclasses import dataclass, field, replace
@@ -81,14 +79,14 @@ class ContextParallel:
             raise wrong(name, f"shape {list(x.shape)}", wanted)
 
     def update_(self, cu_seqlens: Tensor) -> None:
-        """Takes other offsets, for as many tokens a rank, into the same memory: a captured CUDA graph replays with them.
+        """Takes other offsets, for as many tokens per rank, into the same memory: a captured CUDA graph replays with them.
 
         Every rank must call this with the same offsets, which FLASHDELTA_CHECK=1 verifies, and not between a forward and its
         backward pass, which reads the same memory and raises a RuntimeError then. Reentrant checkpointing, which runs the
         forward again, can't notice: its gradients are wrong.
 
         Args:
-            cu_seqlens: `[M + 1]` int32 or int64: offsets of all ranks' tokens, from 0, never falling, at most `ranks * tokens`.
+            cu_seqlens: `[M + 1]` int32 or int64: all ranks' offsets, non-decreasing from 0 to at most `ranks * tokens` tokens.
                 On the host they are checked, and on a device with FLASHDELTA_CHECK=1. Else their values there are not read:
                 offsets that go past all tokens are clamped to these, of more sequences than there is room for the last
                 ones are left out, and where offsets fall it is undefined which tokens make a sequence. Nothing outside
@@ -104,8 +102,7 @@ class ContextParallel:
                 on_host = cu_seqlens.cpu()
                 check_values(on_host, self.ranks * self.tokens)
                 # of all ranks, so that all refuse alike
-                found = counts(on_host, self.ranks, self.tokens).tolist()
-                for r, (n, most) in enumerate(zip(found, self.capacity)):
+                for r, (n, most) in enumerate(zip(counts(on_host, self.ranks, self.tokens).tolist(), self.capacity)):
                     if n > most:
                         room = f"{most} sequences per rank, as context_parallel left room for (max_sequences)"
                         raise wrong("cu_seqlens", f"{n} sequences on rank {r}", f"of at most {room}")
@@ -133,9 +130,8 @@ class ContextParallel:
         if self.cu_seqlens is None:
             raise wrong("rows", "a context of batch rows", "one of packed sequences")
         check_tensor("x", x)
-        if x.dim() == 0 or len(x) < max(self.sequences, 1):
-            wanted = f"[M, ...] with a row for each of the {self.sequences} sequences of all ranks"
-            raise wrong("x", f"shape {list(x.shape)}", wanted)
+        wanted = f"[M, ...] with a row for each of the {self.sequences} sequences of all ranks"
+        rule("x", x.dim() > 0 and len(x) >= max(self.sequences, 1), wanted, shape_of(x))
         own = torch.arange(len(self.cu_seqlens) - 1, device=self.device)
         return x[(self.border[FIRST] + own).clamp(max=len(x) - 1)]
 
@@ -156,7 +152,7 @@ def context_parallel(
     it may lie on one rank, on several, on all. Every rank must call this with the same offsets.
 
     Args:
-        cu_seqlens: `[M + 1]` int32 or int64, offsets of all ranks' tokens on the device of the calls, from 0, never falling;
+        cu_seqlens: `[M + 1]` int32 or int64, offsets of all ranks' tokens on the device of the calls, from 0, non-decreasing;
             empty sequences are legal, and belong to the rank of the token after them (at the end: to the last one).
         group: a `torch.distributed.ProcessGroup` that this process is in.
         cu_seqlens_cpu: the same offsets on the host, if at hand: without them they are read from the device, once.
@@ -189,29 +185,22 @@ def context_parallel(
             if value is not None:
                 positive(option, value, "an int or None")
         total = check_values(offsets)
-        if total % ranks != 0:
-            multiple = f"of a multiple of the {ranks} ranks' tokens (each has as many)"
-            raise wrong("cu_seqlens", f"{total} tokens", multiple)
+        multiple = f"of a multiple of the {ranks} ranks' tokens (each has as many)"
+        rule("cu_seqlens", total % ranks == 0, multiple, f"{total} tokens")
         tokens = total // ranks
-        if tokens > MOST_TOKENS:
-            wanted = f"of at most {MOST_TOKENS} tokens per rank (offsets are int32)"
-            raise wrong("cu_seqlens", f"{tokens} tokens per rank", wanted)
+        most = f"of at most {MOST_TOKENS} tokens per rank (offsets are int32)"
+        rule("cu_seqlens", tokens <= MOST_TOKENS, most, f"{tokens} tokens per rank")
         capacity = counts(offsets, ranks, tokens).tolist()
         if max_sequences is not None:
-            if max(capacity) > max_sequences:
-                wanted = f"at least {max(capacity)}, the sequences that a rank has of these offsets"
-                raise wrong("max_sequences", max_sequences, wanted)
+            least = f"at least {max(capacity)}, the sequences that a rank has of these offsets"
+            rule("max_sequences", max(capacity) <= max_sequences, least, max_sequences)
             capacity = [max_sequences] * ranks
     with torch.inference_mode(False):  # calls with gradients take them, too
         local, border = shard(offsets, rank, ranks, tokens, capacity[rank])
         local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
-    context = ContextParallel(
-        *(weakref.ref(group), name, rank, ranks, border, local, tokens, conv_size, exchange, relay),
-        capacity=tuple(capacity),
-        sequences=len(offsets) - 1,
-    )
-    options = max_sequences, conv_size, exchange, relay
-    check_on_all_ranks(context, ("context_parallel", *options), "cu_seqlens")
+    places = weakref.ref(group), name, rank, ranks, border, local, tokens, conv_size, exchange, relay
+    context = ContextParallel(*places, capacity=tuple(capacity), sequences=len(offsets) - 1)
+    check_on_all_ranks(context, ("context_parallel", max_sequences, conv_size, exchange, relay), "cu_seqlens")
     way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
     return context if way == exchange else replace(context, exchange=way)
 
@@ -267,16 +256,10 @@ def context_of(cp_context: Any, group: Any, device: torch.device, *arguments: st
     return context
 
 
-def has_context(c: Any) -> bool:
-    """True if a call's options name ranks."""
-    return c.cp_context is not None or c.group is not None
-
-
 def context_in_call(cp_context: Any, group: Any, cu_seqlens: Tensor | None, q: Tensor) -> tuple[Any, Any, Any]:
     """Returns, for a call that names ranks, its context, the rank's offsets, and the border (None where there is one rank)."""
     context = context_of(cp_context, group, q.device)
-    if context.device != q.device:
-        raise wrong("cp_context", f"device {context.device}", f"on q's device {q.device}")
+    rule("cp_context", context.device == q.device, f"on q's device {q.device}", f"device {context.device}")
     # it would run the reference, whose exchange is not that of the other ranks' kernels
     if context.cu_seqlens is None and context.ranks > 1 and q.dim() == 4 and q.shape[1] == 0:
         raise wrong("q", shape_of(q), "of at least one token on every rank of a group")
@@ -327,12 +310,8 @@ def _from_fla(context: Any) -> ContextParallel:
         offsets = context.cu_seqlens if getattr(context, "cu_seqlens_cpu", None) is None else context.cu_seqlens_cpu
         tokens, group = check_values(offsets), weakref.ref(context.group)
         border = new_border(device, **places, opened_end=int(offsets[:2][-1]) if before > 0 else 0)
-    taps = getattr(context, "conv1d_kernel_size", None)
-    found = ContextParallel(
-        *(group, name, rank, ranks, border, context.cu_seqlens, tokens, taps),
-        knows_halo=halo is not None,
-        capacity=(N,) * ranks,
-    )
+    values = group, name, rank, ranks, border, context.cu_seqlens, tokens, getattr(context, "conv1d_kernel_size", None)
+    found = ContextParallel(*values, knows_halo=halo is not None, capacity=(N,) * ranks)
     if not tracing:
         with contextlib.suppress(AttributeError):  # of a class that takes no others
             context._flashdelta = said, found

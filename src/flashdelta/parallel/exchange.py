@@ -1,5 +1,5 @@
-"""How the ranks of a process group tell each other what they have: by an all-gather, or by copies into the memory of the other
-ranks (docs/parallel.md)."""
+"""Exchanges among the ranks of a process group: an all-gather, or copies into the memory of the other ranks
+(docs/parallel.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,12 +156,8 @@ MOST_PLACES = 64
 Ranks = Sequence[int]
 
 
-class _Place(NamedTuple):
-    """Packets of one exchange, as bytes: this rank's on every rank, and here those of the ranks before and after."""
-
-    own: list[Tensor]
-    before: Tensor
-    after: Tensor
+_Place = tuple[list[Tensor], Tensor, Tensor]
+"""Packets of one exchange, as bytes: this rank's on every rank, and here those of the ranks before and after."""
 
 
 class SharedMemory:
@@ -184,14 +180,14 @@ class SharedMemory:
     """
 
     obstacle: str | None
-    """Why there is no such memory, if so."""
+    """The reason why there is no such memory, if so."""
 
     def __init__(self, name: str, group: Any, device: torch.device):
         self.group, self.device = weakref.ref(group), device
         self.rank, self.ranks = group.rank(), group.size()
         self.room = self.calls = self.timeout_ms = 0
         self.memory: Any
-        """As PyTorch's symmetric memory has it."""
+        """The handle of PyTorch's symmetric memory."""
         self.buffers: list[Tensor] = []
         self.places: dict[tuple[int, int], _Place] = {}
         """Places by bytes of a packet, and by where the first one lies."""
@@ -222,22 +218,22 @@ class SharedMemory:
         if nbytes > self.room:
             rule("cp_context", not captured, BEFORE_CAPTURE, "a capture before a call of its size")
             self._grow(max(-(-nbytes // LEAST_ROOM) * LEAST_ROOM, 2 * self.room))
-        place, channel = self._place(nbytes, to, captured)
+        (own, _, _), channel = self._place(nbytes, to, captured)
         receivers, _ = self.sides[to]
         if captured:
             self.memory.barrier(channel, self.timeout_ms)
-            self._put(packet, place, channel, receivers, receivers)
+            self._put(packet, own, channel, receivers, receivers)
             return
         with self._aside(packet):
             for peer, late in self.unread:
                 self.memory.wait_signal(peer, late, self.timeout_ms)
             self.unread = []
-            self._put(packet, place, channel, receivers, self.others)
+            self._put(packet, own, channel, receivers, self.others)
 
-    def _put(self, packet: Tensor, place: _Place, channel: int, receivers: Ranks, signalled: Ranks) -> None:
+    def _put(self, packet: Tensor, own: list[Tensor], channel: int, receivers: Ranks, signalled: Ranks) -> None:
         for peer in signalled:
             if peer in receivers:
-                place.own[peer].copy_(packet)
+                own[peer].copy_(packet)
             self.memory.put_signal(peer, channel, self.timeout_ms)
 
     def receive(self, packet: Tensor, packets: Tensor, to: str) -> None:
@@ -245,7 +241,7 @@ class SharedMemory:
         if nbytes == 0:
             return
         captured = capturing(self.device)
-        place, channel = self._place(nbytes, to, captured)
+        (_, before, after), channel = self._place(nbytes, to, captured)
         _, senders = self.sides[to]
         begin, end = self.rank * nbytes, (self.rank + 1) * nbytes
         if to == ALL:
@@ -253,9 +249,9 @@ class SharedMemory:
         for peer in senders:
             self.memory.wait_signal(peer, channel, self.timeout_ms)
         if to != EARLIER and self.rank > 0:
-            packets[:begin].copy_(place.before)
+            packets[:begin].copy_(before)
         if to != LATER and self.rank < self.ranks - 1:
-            packets[end:].copy_(place.after)
+            packets[end:].copy_(after)
         if not captured:
             self.unread = [(peer, channel) for peer in self.others if peer not in senders]
             self.calls += 1
@@ -271,8 +267,7 @@ class SharedMemory:
             at, end = begin + self.rank * nbytes, begin + self.ranks * nbytes
             here = self.buffers[self.rank]
             with torch.inference_mode(False):
-                own = [x[at : at + nbytes] for x in self.buffers]
-                place = _Place(own, here[begin:at], here[at + nbytes : end])
+                place = [x[at : at + nbytes] for x in self.buffers], here[begin:at], here[at + nbytes : end]
             if len(self.places) >= MOST_PLACES:
                 self.places.clear()
             self.places[nbytes, begin] = place

@@ -1,22 +1,13 @@
 """Tokens of the ranks before, as a short convolution needs them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..problem.arguments import (
-    check_tensor,
-    is_wrapped,
-    note_offsets,
-    positive,
-    refuse_changed_offsets,
-    refuse_transforms,
-)
-from ..problem.errors import wrong
+from ..problem.arguments import check_tensor, is_wrapped, note_offsets, positive, refuse_changed, refuse_transforms
+from ..problem.errors import rule, wrong
 from .border import HALO
 from .checks import broadcast_errors, check_on_all_ranks
 from .context import ContextParallel, context_of
@@ -61,8 +52,7 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     of_rows = is_group(context) or context is torch.distributed.GroupMember.NON_GROUP_MEMBER
     given = (None, context) if of_rows else (context, None)
     c = context_of(*given, x.device, "context", "context")
-    if not c.knows_halo:
-        raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
+    rule("context", c.knows_halo, "FLA's with the number of tokens on earlier ranks", "one without pre_num_conv_tokens")
     c.check_tokens(x)
     if c.cu_seqlens is None and x.shape[1] < width:
         raise wrong("x", f"{x.shape[1]} tokens", f"of at least width = {width} tokens on every rank")
@@ -132,7 +122,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_changed_offsets(ctx)
+    refuse_changed(ctx)
     return _halo_backward(grad, *ctx.saved_tensors, *ctx.where, ctx.tokens), *[None] * 6
 
 

@@ -1,8 +1,6 @@
 """The steps around `recurrence` and `reverse` where sequences go on from rank to rank (docs/parallel.md): exchanges, and the
 stage `merge` of `kernels/stages/merge.py`, for every backend's kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 import torch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import mistyped, rule, wrong
-from .problem import FAMILIES, SETTINGS, Problem, Tensors, problem_of, record
+from .problem import FAMILIES, SETTINGS, Problem, Tensors, make_frozen, problem_of
 
 Made = tuple[Problem, Tensors]
 
@@ -46,7 +46,7 @@ def flag(name: str, value: object) -> None:
         raise mistyped(name, value, "a bool")
 
 
-def number_or_none(name: str, value: object) -> None:
+def check_float(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -73,8 +73,9 @@ def check_int_in(name: str, value: object, allowed: Sequence[int]) -> None:
 
 
 def check_name(name: str, value: object, *allowed: str | None) -> None:
-    # an array compared with a name is an array
-    if not isinstance(value, (str, type(None))) or value not in allowed:
+    if not isinstance(value, (str, type(None))):
+        raise mistyped(name, value, f"one of {allowed}")
+    if value not in allowed:
         raise wrong(name, repr(value), f"one of {allowed}")
 
 
@@ -117,6 +118,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def shown(value: object) -> str:
+    """Words for an argument that may be a tensor."""
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
 def check_tensor(name: str, x: object) -> None:
     """Refuses what is no tensor that has elements at strides."""
     if not isinstance(x, Tensor) or type(x).__name__ == "DTensor":
@@ -134,7 +140,6 @@ def check_dense(name: str, x: Tensor, dims: int) -> None:
         if size > 1 and stride != inner:
             some = f"dense in its last {'dimension' if dims == 1 else f'{dims} dimensions (any pitch between them)'}"
             raise wrong(name, f"strides {x.stride()}", "contiguous" if 1 < dims == x.dim() else some)
-
         inner *= size
 
 
@@ -175,7 +180,7 @@ class Arguments:
         self.sizes: dict[str, int] = {}
         self.first, self.device = "", torch.device("cpu")
         self.tensors: dict[str, Tensor] = {}
-        """Those that were checked, by name."""
+        """Tensors that were checked, by name."""
 
     if TYPE_CHECKING:  # the arguments
 
@@ -254,13 +259,15 @@ class Arguments:
         return said if known == symbols else f"{said} = [{', '.join(map(str, known))}]"
 
     def exclusive(self, name: str, other: str) -> None:
-        rule(name, getattr(self, name) is None or getattr(self, other) is None, f"None with {other}", "both")
+        value = getattr(self, name)
+        if value is not None and getattr(self, other) is not None:
+            raise wrong(name, shown(value), f"None with {other}")
 
     def needs(self, name: str, *others: str) -> None:
         """Refuses `name` without any of the `others`."""
-        if getattr(self, name) is not None:
-            found = any([getattr(self, other) is not None for other in others])
-            rule(name, found, f"None without {' and '.join(others)}", "a value")
+        value = getattr(self, name)
+        if value is not None and all([getattr(self, other) is None for other in others]):
+            raise wrong(name, shown(value), f"None without {' and '.join(others)}")
 
     def together(self, name: str, other: str) -> None:
         for a, b in ((name, other), (other, name)):
@@ -274,7 +281,7 @@ class Arguments:
         """The problem, and the tensors by role. An option that has the name of a setting sets it, unless `settings` do."""
         tensors, own = FAMILIES[family], SETTINGS[family]
         found = {role: getattr(self, self.called.get(role, role), None) for role in tensors.__dataclass_fields__}
-        t = record(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
+        t = make_frozen(tensors, {role: x if x is None else self.read(x) for role, x in found.items()})
         return problem_of(family, t, **{name: self.given[name] for name in own if name in self.given} | settings), t
 
 
@@ -289,12 +296,12 @@ def extent(x: Tensor) -> int:
 
 
 def has_address(x: Tensor) -> bool:
-    """Not so on the meta device, in subclasses, and inside the transforms of `torch.func`."""
+    """True if the tensor has an address: not on the meta device, in subclasses, or inside the transforms of `torch.func`."""
     return is_plain(x) and not x.is_meta and not is_wrapped(x)
 
 
 def memory(x: Tensor | None) -> tuple[int, int] | None:
-    """Where a tensor begins and ends; None of one without addresses. Interleaved slices of one buffer share memory, too."""
+    """The addresses at which a tensor begins and ends; None without any. Interleaved slices of one buffer share memory, too."""
     if x is None or x.numel() == 0 or not has_address(x):
         return None
     return x.data_ptr(), x.data_ptr() + extent(x)
@@ -304,17 +311,19 @@ def memory(x: Tensor | None) -> tuple[int, int] | None:
 
 
 def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
-    """Notes versions by the caller's names, for `refuse_changed_offsets`: autograd sees changes of what it saved, but not where
+    """Notes versions by the caller's names, for `refuse_changed`: autograd sees changes of what it saved, but not where
     checkpointing saves it anew, or a hook a copy."""
     ctx.offsets = [(name, x, x._version) for name, x in offsets.items()]
 
 
-def refuse_changed_offsets(ctx: Any) -> None:
+def refuse_changed(ctx: Any) -> None:
     for name, x, version in ctx.offsets:
         if x._version != version:
-            raise RuntimeError(f"{name}: changed in place after the forward, and its backward pass reads it")
+            wanted = "the same until the backward pass, which reads it"
+            raise RuntimeError(f"{name} must stay {wanted}; got one changed in place")
 
 
 def refuse_transforms(name: str) -> NoReturn:
     """Refuses transforms of `torch.func` around a call over ranks."""
-    raise NotImplementedError(f"{name}: transforms of torch.func have no calls over ranks; autograd has")
+    rule = "None inside transforms of torch.func (autograd works over ranks)"
+    raise NotImplementedError(f"{name} must be {rule}; got several ranks")

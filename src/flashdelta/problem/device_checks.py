@@ -6,8 +6,6 @@ is imported, and a change after that does nothing: asking the environment at eve
 `flashdelta doctor` says which it is.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Mapping
@@ -32,10 +30,9 @@ from .problem import (
 )
 from .switches import is_on
 
-CHECKPOINT_MULTIPLE = 16
-
 LOWEST_DECAY = -5.0
-"""That `safe_gate` promises."""
+"""The least of `lower_bound`, and what `safe_gate` promises. Below it a 16-token block may decay by more than exp(80), which
+float32 cannot hold as a quotient."""
 
 ENABLED = is_on("FLASHDELTA_CHECK", False)
 
@@ -127,8 +124,7 @@ def _check_lengths(problem: PoolProblem, found: Found, on_host: object) -> list[
     if isinstance(on_host, Tensor) and on_host.tolist() != offsets:
         raise wrong("cu_seqlens_cpu", on_host.tolist()[:8], f"equal to cu_seqlens {offsets[:8]}")
     lengths = [b - a for a, b in itertools.pairwise(offsets)]
-    most = max(lengths, default=0)
-    limit = problem.most_tokens
+    most, limit = max(lengths, default=0), problem.most_tokens
     rule("cu_seqlens", most <= limit, f"of at most {limit} tokens per sequence", f"a sequence of {most}")
     if isinstance(problem, WyProblem):
         chunks = sum(-(-length // problem.chunk_size) for length in lengths)
@@ -145,7 +141,7 @@ class _Claims:
 
     def claim(self, argument: str, index: int, stored: bool) -> None:
         if index >= self.slots:
-            raise wrong(argument, f"index {index}", f"below the number of {self.unit}, {self.slots} {self.unit}")
+            raise wrong(argument, index, f"below {self.slots}, the number of {self.unit}")
         if index < self.lowest or not stored:
             return
         if index in self.written:
@@ -186,22 +182,16 @@ def _check_checkpoints(problem: SequenceProblem, found: Found, lengths: list[int
         rule("checkpoint_states", needed <= rows, f"of a row for each of the {needed} checkpoints", f"{rows} rows")
     if "checkpoint_offsets" not in found:
         return
-    multiple = 1 if isinstance(problem, ConvolutionProblem) else CHECKPOINT_MULTIPLE
+    multiple = 1 if isinstance(problem, ConvolutionProblem) else 16
     for n, length in enumerate(lengths):
         before = 0
         for offset, slot in zip(found["checkpoint_offsets"][n].tolist(), found["checkpoint_indices"][n].tolist()):
             if offset == 0:
                 continue
-            if offset % multiple != 0 and offset != length:  # where the sequence ends nothing is cut
-                wanted = f"multiples of {multiple}"
-            elif offset <= before:
-                wanted = "positive, strictly increasing offsets per sequence"
-            elif offset > length:
-                wanted = f"at most the sequence's {length} tokens"
-            else:
-                wanted = ""
-            if wanted:
-                got = f"{before} then {offset}" if before else offset
-                raise wrong("checkpoint_offsets", f"{got} for sequence {n}", wanted)
+            name, got = "checkpoint_offsets", f"{f'{before} then ' if before else ''}{offset} for sequence {n}"
+            fits = offset % multiple == 0 or offset == length  # where the sequence ends nothing is cut
+            rule(name, fits, f"multiples of {multiple}", got)
+            rule(name, offset > before, "positive, strictly increasing offsets per sequence", got)
+            rule(name, offset <= length, f"at most the sequence's {length} tokens", got)
             before = offset
             pool.claim("checkpoint_indices", slot, length > 0)

@@ -1,6 +1,4 @@
-"""How a refusal reads."""
-
-from __future__ import annotations
+"""Words of refusals: the argument, the rule, then the value."""
 
 import contextlib
 import inspect
@@ -15,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def wrong(argument: str, got: object, wanted: str) -> ValueError:
     """The error for an argument that does not fit: the rule, then the value."""
-    return ValueError(f"{argument} must be {wanted}; got {got}")
+    return ValueError(f"{argument} must be {wanted}; got {shortened(str(got))}")
 
 
 def rule(argument: str, holds: bool, wanted: str, got: object) -> None:
@@ -26,9 +24,11 @@ def rule(argument: str, holds: bool, wanted: str, got: object) -> None:
 
 def mistyped(argument: str, got: object, wanted: str) -> TypeError:
     """The error for an argument of the wrong type."""
-    text = repr(got)
-    text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-    return TypeError(f"{argument} must be {wanted}; got {text} ({type(got).__name__})")
+    return TypeError(f"{argument} must be {wanted}; got {shortened(repr(got))} ({type(got).__name__})")
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 @contextlib.contextmanager
@@ -53,8 +53,7 @@ def named_options(function: Function) -> Function:
 
 def by_keyword(function: Callable[..., Any], positional: tuple[object, ...]) -> TypeError:
     """The error for options by position, as FLA's functions take them."""
-    parameters = inspect.signature(function).parameters.values()
-    tensors = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    tensors = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     return TypeError(
         f"{function.__name__}() takes {', '.join(tensors)} by position and everything else by keyword, such as scale=; "
         f"got {len(tensors) + len(positional)} arguments by position"

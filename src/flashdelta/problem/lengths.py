@@ -1,7 +1,5 @@
 """Calls that differ in nothing but their numbers of tokens are validated once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from .arguments import Made
 from .operations import Operation
-from .problem import FAMILIES, Problem, record, replaced
+from .problem import FAMILIES, Problem, make_frozen, replaced
 
 MOST = 1024
 """Kinds of calls that are known of an operation."""
@@ -22,15 +20,15 @@ class Lengths:
     def __init__(self, operation: Operation, names: Sequence[str]):
         self.operation, self.names = operation, names
         self.known: dict[tuple, tuple[Problem, list[str], dict[str, torch.Size]]] = {}
-        """By kind, of the call that was validated: its problem, the roles of its tensors, and shapes of those that are views
-        of the caller's."""
+        """Records by kind, of the call that was validated: its problem, the roles of its tensors, and shapes of those that are
+        views of the caller's."""
 
     def check(self, given: Mapping[str, Any], options: tuple | None, dry: bool) -> Made:
         """`Operation.check`, once for each kind: other calls of it have the first one's problem, but for T. Whether their
         tensors overlap is left to `Plan.execute`. `options`: of a call that the launch cache may keep, with all else that rules
         may depend on; None for other calls, which are always validated."""
         kind = self.kind(given, options)
-        if kind not in self.known:
+        if kind is None or kind not in self.known:
             problem, t = made = self.operation.check(given, dry=dry)
             if kind is not None:
                 if len(self.known) >= MOST:
@@ -41,10 +39,9 @@ class Lengths:
             return made
         problem, roles, views = self.known[kind]
         tensors, T = FAMILIES[type(problem)], given[self.operation.by_token[0]].shape[1]
-        present = {role: given[role] for role in roles} | {
-            role: given[role].view(shape) for role, shape in views.items()
-        }
-        made = replaced(problem, T=T), record(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
+        present = {role: given[role] for role in roles}
+        present |= {role: given[role].view(shape) for role, shape in views.items()}
+        made = replaced(problem, T=T), make_frozen(tensors, dict.fromkeys(tensors.__dataclass_fields__) | present)
         self.operation.check_values(made, given, dry)
         return made
 

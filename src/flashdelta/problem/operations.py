@@ -4,8 +4,6 @@ Past a validator no code validates again. It sees the caller's names, and return
 role.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -13,19 +11,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..parallel.context import context_in_call, has_context
+from ..parallel.context import context_in_call
 from . import device_checks
-from .arguments import (
-    Arguments,
-    Made,
-    check_int,
-    check_int_in,
-    check_name,
-    check_tensor,
-    memory,
-    number_or_none,
-    shape_of,
-)
+from .arguments import Arguments, Made, check_float, check_int, check_int_in, check_name, check_tensor, memory, shape_of
 from .errors import mistyped, rule, wrong
 from .problem import (
     DECODE_TOKENS,
@@ -59,7 +47,7 @@ HEAD_DIMS = (32, 64, 128, 256)
 DECODE_HEAD_DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHUNK_SIZES = (32, 64)
 PREFILL_SIZES = ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64))
-"""`(K, V, C)` of `kda_prefill`."""
+"""`(K, V, chunk_size)` of `kda_prefill`."""
 
 MIN_TAPS, MAX_TAPS = 2, 4
 """Limits of `short_convolution`."""
@@ -73,9 +61,6 @@ MAX_NORM = 8192
 EPSILONS = torch.finfo(torch.float32)
 """The range of a norm's epsilon: kernels add them in float32."""
 
-LOWEST_BOUND = -5.0
-"""Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
-
 MAX_SEGMENTS = 1024
 """The most of a sequence."""
 
@@ -84,8 +69,6 @@ MAX_CHECKPOINTS = 8
 
 INTERVAL_UNIT = 64
 """Tokens between regular checkpoints are a multiple of this: a boundary of chunks of either size."""
-
-MAX_CHECKPOINT_INTERVAL = 2**30
 
 CHECKPOINT_INDEX_ARGS = ("checkpoint_offsets", "checkpoint_indices")
 
@@ -103,22 +86,19 @@ def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 def bound(name: str, value: Any) -> None:
-    number_or_none(name, value)
-    rule(name, value is None or LOWEST_BOUND <= value < 0, "a float in [-5, 0)", value)
+    check_float(name, value)
+    rule(name, value is None or device_checks.LOWEST_DECAY <= value < 0, "a float in [-5, 0)", value)
 
 
 def epsilon(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise mistyped(name, value, "a float")
-    fits = EPSILONS.tiny <= value <= EPSILONS.max
-    rule(name, fits, f"a float from {EPSILONS.tiny:.3g} to {EPSILONS.max:.3g}", value)
+    rule(name, EPSILONS.tiny <= value <= EPSILONS.max, f"a float from {EPSILONS.tiny:.3g} to {EPSILONS.max:.3g}", value)
 
 
 def check_split(value: Any) -> None:
-    if isinstance(value, str) and value == "auto":
-        return
     wanted = f"'auto', False or a number of segments from 1 to {MAX_SEGMENTS}"
-    if value is not False:
+    if value is not False and not (isinstance(value, str) and value == "auto"):
         check_int("split", value, wanted)
         rule("split", 1 <= value <= MAX_SEGMENTS, wanted, value)
 
@@ -132,14 +112,14 @@ def check_spec_tokens(value: Any) -> None:
 def check_interval(value: Any) -> None:
     if value is not None:
         check_int("checkpoint_every", value, "an int or None")
-        fits = INTERVAL_UNIT <= value <= MAX_CHECKPOINT_INTERVAL and value % INTERVAL_UNIT == 0
+        fits = INTERVAL_UNIT <= value <= 2**30 and value % INTERVAL_UNIT == 0
         rule("checkpoint_every", fits, f"a multiple of {INTERVAL_UNIT} up to 2^30, or None", value)
 
 
 def check_gate(c: Arguments, logits: str) -> str:
     """Checks what g and beta are to be taken for, and returns the gate. `logits`: the flag that says that beta is one."""
     c.flags(logits, "allow_neg_eigval", "use_gate_in_kernel")
-    number_or_none("scale", c.scale)
+    check_float("scale", c.scale)
     check_name("gate", c.gate, *GATES, None)
     bound("lower_bound", c.lower_bound)
     if c.allow_neg_eigval:
@@ -206,12 +186,14 @@ def check_tokens(
 ) -> None:
     """Checks the tensors of the tokens, the offsets of sequences and the parameters of the gate. `g`, `beta`: their names;
     `pool`: the argument that tells K and V, where q, k and v are views of rows."""
-
     c.require("q", "B T H K", *FLOATS)
     dtype = c.q.dtype
     c.require("k", "B T H K", dtype)
     c.require("v", "B T HV V", dtype)
     check_heads(c, head_dims, pool)
+    if isinstance(x := getattr(c, g), Tensor) and x.dim() == 3:
+        advice = f"(expand one decay per head: {g}[..., None].expand(-1, -1, -1, K))"
+        raise wrong(g, shape_of(x), f"of shape {c.described('B T HV K')} {advice}")
     c.require(g, "B T HV K", FLOAT32, dtype)
     c.require(beta, "B T HV", FLOAT32, dtype)
     check_offsets(c, "q")
@@ -231,10 +213,8 @@ def check_offsets(c: Arguments, batched: str) -> None:
     """Checks `cu_seqlens`, and binds N. `batched`: the tensor that has the batch dimension."""
     c.check("cu_seqlens", "N+1", *INTS)
     B = c.sizes["B"]
-    if c.cu_seqlens is None:
-        c.sizes["N"] = B
-    else:
-        c.sizes["N"] = c.cu_seqlens.numel() - 1
+    c.sizes["N"] = B if c.cu_seqlens is None else c.cu_seqlens.numel() - 1
+    if c.cu_seqlens is not None:
         rule("cu_seqlens", c.sizes["N"] >= 0, "of N + 1 offsets", "an empty tensor")
         packed = "cu_seqlens" if getattr(c, "cp_context", None) is None else "cp_context"
         rule(batched, B == 1, f"of batch size 1 with {packed} (pack the sequences along T)", f"batch size {B}")
@@ -302,10 +282,10 @@ def check_gradients(c: Arguments, no_gradients: str | None) -> None:
     required = c.with_gradients()
     if not required:
         return
-    without = f"without gradients, or under torch.no_grad() ({no_gradients})"
-    rule(required[0], no_gradients is None, without, "a tensor that requires grad")
+    without = f"a tensor that does not require grad ({no_gradients}; torch.no_grad() allows it)"
+    rule(required[0], no_gradients is None, without, "one that does")
     for name in ("state_pool", "final_state", "checkpoint_states", "out"):
-        unwritten = "None where an input requires grad, or under torch.no_grad() (it is written in place)"
+        unwritten = "None where an input requires grad (it is written in place; torch.no_grad() allows it)"
         rule(name, getattr(c, name, None) is None, unwritten, "a tensor")
     returns = getattr(c, "return_intermediate_states", False)
     rule("return_intermediate_states", not returns, "False where an input requires grad", True)
@@ -338,11 +318,12 @@ def validate_chunk(c: Arguments) -> Made:
     rule("safe_gate", gate != "softplus" or not c.safe_gate, "False with the gate 'softplus', which has no bound", True)
     check_checkpoint_options(c, "state_pool", "checkpoint_states")
     c.needs("cu_seqlens_cpu", "cu_seqlens")
+    over_ranks = c.cp_context is not None or c.group is not None
     for name in ("cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states"):
-        rule(name, not has_context(c) or getattr(c, name) is None, "None with cp_context or group", "a tensor")
+        rule(name, not over_ranks or getattr(c, name) is None, "None with cp_context or group", "a tensor")
     check_tensor("q", c.q)
     c.border = None
-    if has_context(c):
+    if over_ranks:
         c.cp_context, c.cu_seqlens, c.border = context_in_call(c.cp_context, c.group, c.cu_seqlens, c.q)
     state = check_sequence_tensors(c)
     check_checkpoints(c, state, *state_dtypes(c.q.dtype), dense=3)
@@ -520,7 +501,7 @@ def validate_commit(c: Arguments) -> Made:
 
 def validate_prefill(c: Arguments) -> Made:
     check_int("chunk_size", c.chunk_size)
-    number_or_none("scale", c.scale)
+    check_float("scale", c.scale)
     check_name("gate", c.gate, *PREFILL_GATES)
     check_name("precision", c.precision, *PRECISIONS)
     for name, shape in (("q", "B H T K"), ("k", "B H T K"), ("v", "B H T V"), ("g", "B H T K"), ("beta", "B H T")):
@@ -528,7 +509,8 @@ def validate_prefill(c: Arguments) -> Made:
     size = K, V, _ = c.sizes["K"], c.sizes["V"], c.chunk_size
     rule("q", c.sizes["H"] > 0, "of at least one head", shape_of(c.q))
     name = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
-    rule(name, size in PREFILL_SIZES, f"one of {', '.join(map(str, PREFILL_SIZES))}", f"(K, V, C) = {size}")
+    wanted = f"such that (K, V, chunk_size) is one of {', '.join(map(str, PREFILL_SIZES))}"
+    rule(name, size in PREFILL_SIZES, wanted, size)
     return prefill_problem(c, {name: c.read(x) for name, x in c.tensors.items()})
 
 
@@ -547,7 +529,7 @@ def prefill_problem(c: Any, tensors: Mapping[str, Tensor]) -> tuple[ChunkProblem
 
 def validate_wy(c: Arguments) -> Made:
     c.flags("state_v_first", "use_exp2")
-    number_or_none("scale", c.scale)
+    check_float("scale", c.scale)
     check_int_in("chunk_size", c.chunk_size, CHUNK_SIZES)
     state = "HV V K" if c.state_v_first else "HV K V"
     c.require("q", "B T H K", *FLOATS)
@@ -648,16 +630,14 @@ def validate_fused_decode(c: Arguments) -> Made:
     state, replayed = "HV V K" if c.state_v_first else "HV K V", c.intermediate_states is not None
     c.require("state", f"slots {state}", *state_dtypes(c.q.dtype), dense=3, written=not replayed)
     # a slot for each state that is stored
-    targets = "N" if c.num_spec_tokens is None or replayed else "N 1+num_spec_tokens"
-    c.require("state_indices", targets, *INTS)
+    c.require("state_indices", "N" if c.num_spec_tokens is None or replayed else "N 1+num_spec_tokens", *INTS)
     c.check("num_accepted_tokens", "N", *INTS)
     c.require("output_gate", "B T HV V", c.q.dtype)
     c.require("norm_weight", "V", *dtypes)
     check_intermediates(c, "state", "rows 1+num_spec_tokens HV width")
     c.check("output", "B T HV V", wider(c.q.dtype), c.q.dtype, dense=1, written=True)
     # `[parts, channels, W]`: one part, or three side by side
-    parts = c.weight.shape[0] == 3 and c.weight.shape[1] != 1
-    c.weight = c.weight.mT if parts else c.weight.reshape(1, D, W)
+    c.weight = c.weight.mT if c.weight.shape[0] == 3 and c.weight.shape[1] != 1 else c.weight.reshape(1, D, W)
     settings = attention_settings(c, gate, c.beta_is_logit, "raw_g")
     settings |= dict(spec_tokens=spec, update_state=not replayed, eps=float(c.norm_eps))
     return c.made(FusedProblem, operation="fused_decode", **settings)
@@ -776,4 +756,4 @@ FUSED_DECODE = Operation(
 )
 
 BY_NAME = {x.name: x for x in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION, FUSED_DECODE)}
-"""Those that write tensors of the caller's."""
+"""Operations that write tensors of the caller's."""

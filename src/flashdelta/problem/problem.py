@@ -49,7 +49,7 @@ DEFAULT_PRECISION: Precision = "tf32x3"
 """21 mantissa bits or more, on tensor cores; true float32 products run on the ordinary units."""
 
 
-def record(kind: type[T], values: Mapping[str, Any]) -> T:
+def make_frozen(kind: type[T], values: Mapping[str, Any]) -> T:
     """Makes a frozen dataclass of all its fields: its `__init__` sets one after the other, which takes five times as long."""
     if torch.compiler.is_compiling():  # PyTorch 2.11 does not trace an update of `vars`
         return kind(**values)
@@ -60,7 +60,7 @@ def record(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def replaced(x: T, /, **changes: Any) -> T:
     """Copies a dataclass as `dataclasses.replace` does, which takes twenty times as long."""
-    return record(type(x), {**vars(x), **changes})
+    return make_frozen(type(x), {**vars(x), **changes})
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------
@@ -78,15 +78,16 @@ class Tensors:
     final_state: Tensor | None = None
     # while a plan is built
     memory: Any = None
-    """Where the tensors lie (`workspace.Slots`)."""
+    """Slots in which the tensors lie (`workspace.Slots`)."""
 
     def present(self) -> dict[str, Tensor]:
-        return {role: x for role, x in vars(self).items() if x is not None and role != "memory"}
+        # not from `vars`, which PyTorch 2.11 does not trace
+        roles = self.__dataclass_fields__
+        return {role: x for role in roles if (x := getattr(self, role)) is not None and role != "memory"}
 
     def caller_outputs(self) -> dict[str, Tensor]:
         """Results by name that are tensors of the caller's."""
-        found = {"o": self.out, "final_state": self.final_state}
-        return {name: x for name, x in found.items() if x is not None}
+        return {name: x for name, x in {"o": self.out, "final_state": self.final_state}.items() if x is not None}
 
     @property
     def primary(self) -> Tensor:
@@ -95,7 +96,7 @@ class Tensors:
 
     @property
     def device(self) -> torch.device:
-        """Where the call runs."""
+        """The device on which the call runs."""
         return self.primary.device if self.memory is None else self.memory.device
 
 
@@ -342,9 +343,7 @@ class SequenceProblem(PoolProblem):
     has_initial_state: bool = derived(lambda t: t.initial_state is not None)
     has_pool: bool = derived(lambda t: t.state_pool is not None)
     checkpoints: int = derived(lambda t: 0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1])
-    checkpoint_rows: int | None = derived(
-        lambda t: None if t.checkpoint_states is None else t.checkpoint_states.shape[0]
-    )
+    checkpoint_rows: int | None = derived(lambda t: None if (x := t.checkpoint_states) is None else x.shape[0])
 
     @property
     def most_tokens(self) -> int:
@@ -572,7 +571,7 @@ def record_width(K: int, V: int) -> int:
 
 
 def record_counts(problem: StepProblem | CommitProblem, records: Tensor) -> Tensor:
-    """How many tokens each row of a replay buffer has recorded, `[rows, HV, 4]`, as a view."""
+    """The number of tokens that each row of a replay buffer has recorded, `[rows, HV, 4]`, as a view."""
     begin = 2 * problem.K + problem.V
     return records[:, 0, :, begin : begin + RECORD_COUNTS]
 
@@ -591,7 +590,7 @@ FAMILIES: dict[type[Problem], type[Tensors]] = {
 """The tensors of each family's calls."""
 
 DERIVED = {family: {f.name: f.metadata["derived"] for f in fields(family) if f.metadata} for family in FAMILIES}
-"""How each family's tensors tell the fields that are derived."""
+"""Functions of each family's tensors that give the derived fields."""
 
 SETTINGS = {family: tuple(settings_of(family)) for family in FAMILIES}
 DEFAULTS = {family: {f.name: f.default for f in fields(family) if f.default is not MISSING} for family in FAMILIES}
@@ -599,4 +598,5 @@ DEFAULTS = {family: {f.name: f.default for f in fields(family) if f.default is n
 
 def problem_of(family: type[P], t: Tensors, **settings: Any) -> P:
     """The problem of tensors already validated."""
-    return record(family, DEFAULTS[family] | settings | {name: derive(t) for name, derive in DERIVED[family].items()})
+    found = {name: derive(t) for name, derive in DERIVED[family].items()}
+    return make_frozen(family, DEFAULTS[family] | settings | found)

@@ -1,10 +1,8 @@
-"""How many segments long sequences are cut into, so that few heads fill a GPU (docs/split.md): the planner.
+"""Plans the number of segments that long sequences are cut into, so that few heads fill a GPU (docs/split.md).
 
 It takes the chunks of each sequence and how many segment transitions are formed at the same time, and knows nothing of where:
 one GPU, or several. The kernels of a backend form the same whole numbers from device data.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -38,7 +36,7 @@ class SplitCosts:
 def parts_of_sequences(
     chunks: Sequence[int], room: int, costs: SplitCosts, split: int = AUTO, batch_invariant: bool = False
 ) -> list[int]:
-    """How many segments each sequence is cut into, at least 1.
+    """The number of segments that each sequence is cut into, at least 1.
 
     Args:
         chunks: of each sequence.

@@ -1,7 +1,5 @@
 """Switches in the environment, all of which take the same words."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

@@ -1,7 +1,5 @@
 """The launch cache: calls that differ in nothing but the contents and addresses of their tensors have one plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,8 +80,7 @@ class LaunchCache:
         if key is None:
             return
         if len(self._entries) >= self.most:
-            by_use = sorted(self._entries.items(), key=lambda item: item[1].used)
-            for old, _ in by_use[: max(1, self.most // 4)]:
+            for old, _ in sorted(self._entries.items(), key=lambda item: item[1].used)[: max(1, self.most // 4)]:
                 self._entries.pop(old, None)
         self._clock += 1
         entry.used, entry.types = self._clock, [*map(type, key[1])]

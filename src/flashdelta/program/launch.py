@@ -1,7 +1,5 @@
 """Kernel launches: what one is, and the short way from it to the GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import ctypes
@@ -69,7 +67,7 @@ class Prepared(NamedTuple):
     tensors: list[tuple[int, int]]
     described: list[tuple[int, int]]
     nbytes: Sequence[int] = ()
-    """Of the tensors of an exchange."""
+    """Bytes of the tensors of an exchange."""
     kernel: CompiledKernel | None = None
 
 
@@ -152,8 +150,7 @@ STREAM, METADATA, ARGUMENTS = 3, 6, 9
 def show(kernel: CompiledKernel, call: list) -> None:
     """Lets profilers see a launch."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    metadata = kernel.launch_metadata(tuple(call[:STREAM]), call[STREAM], *call[ARGUMENTS:])
-    call[METADATA:ARGUMENTS] = metadata, *hooks
+    call[METADATA:ARGUMENTS] = kernel.launch_metadata(tuple(call[:STREAM]), call[STREAM], *call[ARGUMENTS:]), *hooks
 
 
 def interpret(launch: Launch, *call: Any) -> None:
@@ -228,19 +225,18 @@ def _places(kinds: tuple[type, ...], first: int = 0) -> tuple[list[int], list[in
     return tensors, [i for i, kind in enumerate(kinds, first) if not issubclass(kind, plain)]
 
 
-@functools.cache
-def _integers(kernel: JITFunction, kinds: tuple[type, ...]) -> list[int]:
-    """The positions of integers for which Triton compiles a kernel anew where they are 1 or multiples of 16."""
-    return [i for i, (x, kind) in enumerate(zip(kernel.params, kinds)) if kind is int and not x.do_not_specialize]
+_integers: dict[tuple, list[int]] = {}
+"""Positions of integers for which Triton compiles a kernel anew where they are 1 or multiples of 16, by function and types."""
 
 
 def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     """Properties that set the machine code: types, which arguments are None, alignment of addresses, and of some integers."""
     kinds = tuple(map(type, arguments))
-    found: list[object] = [kinds]
-    for i in _integers(kernel, kinds):
-        x = arguments[i]
-        found.append((x == 1, x % 16 == 0, x > 2**31 - 1))
+    integers = _integers.get((kernel.fn, kinds))
+    if integers is None:
+        ints = [i for i, (x, kind) in enumerate(zip(kernel.params, kinds)) if kind is int and not x.do_not_specialize]
+        integers = _integers[kernel.fn, kinds] = ints
+    found: list[object] = [kinds, *[(x == 1, x % 16 == 0, x > 2**31 - 1) for i in integers for x in [arguments[i]]]]
     for i in _places(kinds)[0]:
         x = arguments[i]
         found += x.dtype, x.data_ptr() % 16

@@ -1,7 +1,5 @@
 """Plans: the launches of a call in order over slots, which every call like it executes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -59,10 +57,10 @@ class Bound(NamedTuple):
     """Tensors that an exchange takes first, as bytes: index, begin and end. A launch has none."""
 
     outputs: Sequence[tuple]
-    """To allocate: name, index, `torch.empty` or `torch.zeros`, shape, dtype."""
+    """Allocations: name, index, `torch.empty` or `torch.zeros`, shape, dtype."""
 
     scratch: Sequence[tuple[int, int]]
-    """To allocate: index and bytes."""
+    """Allocations of scratch: index and bytes."""
 
     done: Sequence[int]
     """Indices of scratch that no later step uses."""
@@ -83,8 +81,8 @@ class Plan(Entry):
     def __init__(self, memory: Slots, outputs: Outputs, launches: Iterable[Step]):
         self.memory, self.outputs, self.launches = memory, outputs, [*launches]
         self.index = memory.device.index
-        self.sources = [*enumerate([0] * len(memory.roles))]
-        """Where the tensors of the call lie: index of the argument, and bytes from its beginning."""
+        self.sources = [(i, 0) for i in range(len(memory.roles))]
+        """Places of the tensors of the call: index of the argument, and bytes from its beginning."""
         self.count = len(memory.roles)
         self.steps: list[Bound] | None = None
         """None before the first call."""
@@ -208,8 +206,7 @@ class Plan(Entry):
 
     def _check_disjoint(self, tensors: Given, addresses: list[int]) -> None:
         for i, size, others in self.disjoint:
-            begin = addresses[i]
-            end = begin + size
+            begin, end = addresses[i], addresses[i] + size
             for j, length in others:
                 if addresses[j] < end and begin < addresses[j] + length:
                     assert self.refuse is not None

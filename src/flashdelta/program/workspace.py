@@ -43,7 +43,7 @@ def tensor_at(address: int, shape: Shape, dtype: torch.dtype, strides: Shape | N
 
 
 class Slots:
-    """Memory of a plan: the tensors of its call, one a slot, then outputs and scratch. They have shapes and strides, but no
+    """Memory of a plan: the tensors of its call, one per slot, then outputs and scratch. They have shapes and strides, but no
     data: an address is a slot's number times `SLOT`, and bytes from there. Nothing that PyTorch computes lies in a slot."""
 
     def __init__(self, device: torch.device, roles: Sequence[str]):

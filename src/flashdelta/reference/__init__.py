@@ -1,7 +1,5 @@
 """The exact reference, in PyTorch: any device, any dtype up to float64, differentiable."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -56,8 +54,7 @@ FORWARDS: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] 
 def forward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     o, final_state, h = FORWARDS[problem.operation](problem, t)
     found = {"o": o, "final_state": final_state, "h": h}
-    given = t.caller_outputs()
-    for name, x in given.items():
+    for name, x in t.caller_outputs().items():
         with writing(x):
             found[name] = x.copy_(found[name])
     return {name: x for name, x in found.items() if x is not None}
@@ -75,8 +72,7 @@ def _autograd_inside_an_operator() -> Iterator[None]:
 def backward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     """Gradients by input: runs the forward again under autograd, then differentiates it. Keeps nothing."""
     grads = (t.do, t.dht)
-    forward_of = problem.operation.removesuffix(BACKWARD)
-    problem, t = replace(problem, operation=forward_of), replace(t, do=None, dht=None)
+    problem, t = replace(problem, operation=problem.operation.removesuffix(BACKWARD)), replace(t, do=None, dht=None)
     with _autograd_inside_an_operator(), torch.enable_grad():
         leaves = {role: x.detach().requires_grad_(x.is_floating_point()) for role, x in t.present().items()}
         results = forward(problem, type(t)(**leaves))

@@ -15,8 +15,6 @@ With `C` tokens per chunk and `G = cumsum(g)` inside it (docs/algorithm.md deriv
 Differentiable, for any device and dtype up to float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -76,8 +74,7 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, solve: Callable[..., 
     weighted = pair * k[..., None, :, :]
     Akk = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
     Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted).tril()
-    eye = torch.eye(C, dtype=q.dtype, device=q.device)
-    inverse = solve(eye + Akk, torch.diag_embed(beta))
+    inverse = solve(torch.eye(C, dtype=q.dtype, device=q.device) + Akk, torch.diag_embed(beta))
     decayed = g.cumsum(-2).exp()
     w, qg, kg = inverse @ (k * decayed), q * decayed, k * pair[..., -1, :, :]
     return Prepared(w, qg, kg, inverse, Aqk, decay=decayed[..., -1, :])
@@ -141,19 +138,15 @@ def chunk_kda(problem: ChunkProblem, t: ChunkTensors) -> tuple[Tensor, Tensor | 
             buffer = t.state_pool if t.checkpoint_states is None else t.checkpoint_states
             store(problem, buffer, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
     if problem.checkpoint_every > 0 and not empty:
-        rows = regular_checkpoints(problem, t, slots)
-        store(problem, t.checkpoint_states, *rows, torch.stack(before).flatten(0, 1))
+        store(problem, t.checkpoint_states, *regular_checkpoints(problem, t, slots), torch.stack(before).flatten(0, 1))
     if problem.has_pool:
         store_final(problem, t, last)
     final = states_out(problem, last, problem.final_dtype) if problem.output_final_state else None
-    h = None
-    if problem.return_intermediate_states:
-        if empty:
-            h = initial.new_zeros(problem.B, problem.slots, *initial.shape[1:])
-        else:
-            h = intermediate_states(problem, torch.stack(before), slots)
-        h = states_out(problem, h, problem.dtype)
-    return o, final, h
+    if not problem.return_intermediate_states:
+        return o, final, None
+    none = initial.new_zeros(problem.B, problem.slots, *initial.shape[1:])
+    h = none if empty else intermediate_states(problem, torch.stack(before), slots)
+    return o, final, states_out(problem, h, problem.dtype)
 
 
 def regular_checkpoints(problem: ChunkProblem, t: ChunkTensors, slots: ChunkSlots | None) -> tuple[Tensor, Tensor]:
@@ -174,8 +167,7 @@ def regular_checkpoints(problem: ChunkProblem, t: ChunkTensors, slots: ChunkSlot
 def from_chunks(o: Tensor, problem: ChunkProblem, slots: ChunkSlots | None) -> Tensor:
     """`[S, B, HV, C, V] -> [B, T, HV, V]`, for any `V`; zeros for tokens of no sequence."""
     o = o.transpose(2, 3).transpose(0, 1)
-    S, C = o.shape[1:3]
-    V = o.shape[-1]
+    _, S, C, _, V = o.shape
     if slots is None:
         return o.reshape(problem.B, S * C, problem.HV, V)[:, : problem.T].contiguous()
     # one row past the end takes what the invalid tokens of a chunk would write

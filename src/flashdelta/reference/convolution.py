@@ -6,8 +6,6 @@ Inputs before a sequence's first token are its state's: `state[L + p]` is the in
 sequence holds its last `L` inputs. Never waits for a device.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

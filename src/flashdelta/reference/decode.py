@@ -12,8 +12,6 @@ its outputs are zero and it stores nothing. Nothing is stored of one with more t
 on any device up to float64 and never waits for one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -34,8 +32,7 @@ def decode_kda(problem: StepProblem, t: StepTensors) -> tuple[Tensor, Tensor | N
     outputs = []
     if problem.has_records:
         counts = record_counts(problem, t.intermediate_states)
-        values = lengths.to(counts.dtype)[:, None, None].expand(-1, *counts.shape[1:])
-        store_rows(counts, rows, live, values)
+        store_rows(counts, rows, live, lengths.to(counts.dtype)[:, None, None].expand(-1, *counts.shape[1:]))
     most = int(lengths.max()) if recurrent and lengths.is_cpu and problem.N > 0 else problem.most_tokens
     for i in range(min(problem.T, most) if problem.N > 0 else 0):
         at = (begins + i).clamp(max=len(v) - 1)  # [N]
@@ -44,8 +41,7 @@ def decode_kda(problem: StepProblem, t: StepTensors) -> tuple[Tensor, Tensor | N
         correction = beta[at][..., None] * (v[at] - torch.einsum("nhk,nhkv->nhv", k[at], decayed))
         updated = decayed + k[at][..., None] * correction[:, :, None, :]
         S = torch.where(inside[:, None, None, None], updated, S)
-        o = torch.einsum("nhk,nhkv->nhv", q[at], S)
-        outputs.append(torch.where(inside[:, None, None], o, 0.0))
+        outputs.append(torch.where(inside[:, None, None], torch.einsum("nhk,nhkv->nhv", q[at], S), 0.0))
         if t.intermediate_states is not None and problem.has_records:
             for part, x in zip(record_parts(problem, t.intermediate_states[:, i]), (decay[at], k[at], correction)):
                 store_rows(part, rows, inside, x.to(part.dtype))
@@ -110,8 +106,7 @@ def commit(problem: CommitProblem, t: CommitTensors) -> dict[str, Tensor]:
     row, named = named_slots(rows, states)
     known = named & (accepted >= 1) & (accepted <= problem.most_tokens)
     if not problem.has_records:
-        values = states[row, (accepted - 1).clamp(0, problem.most_tokens - 1)]
-        store_rows(t.state_pool, t.state_indices, known, values)
+        store_rows(t.state_pool, t.state_indices, known, states[row, (accepted - 1).clamp(0, problem.most_tokens - 1)])
         return {}
     counts = record_counts(problem, states)
     known &= accepted <= counts[row].flatten(1).amin(1)

@@ -7,8 +7,6 @@ place `a - 1`, `a` the count of accepted tokens (1 without counts); after a call
 the last `W - 2` of them and the tokens, so that the next call finds its window in the same way. Never waits for a device.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,14 +1,13 @@
 """The elementwise front of KDA in PyTorch: the gate, beta's sigmoid and the L2 norm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem.problem import L2_EPS, AttentionProblem, AttentionTensors, wider
+from ..problem.errors import wrong
+from ..problem.problem import GATES, L2_EPS, AttentionProblem, AttentionTensors, wider
 from .sequences import in_sequences
 
 
@@ -30,7 +29,7 @@ def log_decay(problem: AttentionProblem, t: AttentionTensors) -> Tensor:
         return -rate * F.softplus(x)
     if problem.gate == "lower_bound":
         return problem.lower_bound * torch.sigmoid(rate * x)
-    raise NotImplementedError(problem.gate)
+    raise wrong("gate", repr(problem.gate), f"one of {GATES}")
 
 
 def beta_of(problem: AttentionProblem, t: AttentionTensors) -> Tensor:

@@ -1,7 +1,5 @@
 """The definition of the gated RMS norm, `rmsnorm(x) * weight * act(z)` over the last dimension."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -6,8 +6,6 @@
 The exchange is part of the graph: autograd goes through it, which the kernels' own backward pass is held against.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -64,8 +62,7 @@ def identity(HV: int, K: int, V: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 def exchange(problem: ChunkProblem, t: ChunkTensors, transitions: list, initial: Tensor) -> Tensor:
     """All packets, `Problem.packet_shape`; `transitions` are `(M, b)` of this rank's outgoing sequences."""
-    columns = problem.packet_shape[3]
-    rows = [torch.cat([M.mT, b.mT], dim=1)[:, -columns:] for M, b in transitions]
+    rows = [torch.cat([M.mT, b.mT], dim=1)[:, -problem.packet_shape[3] :] for M, b in transitions]
     packet = torch.stack(rows) if rows else initial.new_zeros(problem.packet_shape[1:])
     # in every rank's graph, so that every rank joins the exchange of the gradients
     return _Gather.apply(packet + nothing(t.v).to(packet.dtype), problem)

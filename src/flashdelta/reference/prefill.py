@@ -1,7 +1,5 @@
 """`kda_prefill` in PyTorch: the chunk form (`chunk.py`), with `w` and `u = inverse v` kept."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ empty one too) owns at least one, and `T // C + N (1 + M)` slots hold them all, 
 has `ceil(T / C) + M` slots. A slot without tokens changes nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +104,5 @@ def chunk_slots(problem: ChunkProblem, t: SequenceTensors) -> ChunkSlots:
 
 def in_sequences(problem: SequenceProblem, t: SequenceTensors) -> Tensor:
     """Says which tokens of a packed batch belong to a sequence, `[T]`."""
-    token = torch.arange(problem.T, device=t.device)
-    sequence = torch.searchsorted(offsets_of(problem, t), token, right=True) - 1
+    sequence = torch.searchsorted(offsets_of(problem, t), torch.arange(problem.T, device=t.device), right=True) - 1
     return (sequence >= 0) & (sequence < problem.N)

@@ -4,8 +4,6 @@ An index names a slot of the pool if it is neither below 0 (`without_null`) nor 
 stores nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import TypeVar

@@ -13,8 +13,6 @@ With `Akk_inv = (I + Akk)^-1`, the state `S` before the chunk and the gradient `
     dG_C += sum_i k_i (v_new dS'^T)_i exp(G_C - G_i) + exp(G_C) sum_v S dS'                    [K]
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -31,9 +29,8 @@ def chunk_bwd_wy_dqkg(problem: WyProblem, t: WyTensors) -> dict[str, Tensor]:
         return {name: t.q.new_zeros(x.shape, dtype=x.dtype) for name, x in problem.results().items()}
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
     slots = chunk_slots(problem, t)
-    used = slots.valid.any(-1)
     # chunks that are not there have no row: any other does for them
-    row = (used.long().cumsum(0) - 1).clamp(0, problem.B * problem.rows - 1)
+    row = (slots.valid.any(-1).long().cumsum(0) - 1).clamp(0, problem.B * problem.rows - 1)
     chunk_ends = slots.valid.sum(-1).sub(1).clamp(min=0)
 
     def chunks(x: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """Gradients of an eager call: save the inputs, run the backend's backward pass. Traced calls go through the operators of
 `torch_ops.py`, which do the same, cost more host time and keep nothing else."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend
-from ..problem.arguments import note_offsets, refuse_changed_offsets, resolved
+from ..problem.arguments import note_offsets, refuse_changed, resolved
 from ..problem.problem import BACKWARD, FAMILIES, AttentionProblem, Problem, Tensors, inputs_of, replaced
 from ..program.cache import Entry, LaunchCache
 
@@ -89,11 +87,9 @@ class Differentiable(Entry):
         return found
 
 
-NO_SECOND = "gradients of gradients: kernels have none; backend='reference' has them in torch.func.grad, of one rank"
-
-
 def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
-    raise NotImplementedError(NO_SECOND)
+    others = "backend='reference' has others, in torch.func.grad and on one rank"
+    raise NotImplementedError(f"gradients must be of first order ({others}); got gradients of gradients")
 
 
 class _Differentiated(torch.autograd.Function):
@@ -111,8 +107,8 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         call, names = ctx.call
-        refuse_changed_offsets(ctx)
-        tangents = forward_ad._current_level >= 0 and call.backend.name != "reference"
+        refuse_changed(ctx)
+        tangents = forward_ad._current_level >= 0 and not call.backend.plain
         gradients = _Gradients.apply if torch.is_grad_enabled() or tangents else _Gradients.forward
         return None, *gradients(call, names, *grads, *ctx.saved_tensors)
 

@@ -31,13 +31,16 @@ CALLS: dict[Callable[..., Any], Dispatcher] = {}
 
 Checked = tuple[Problem, Tensors, backends.Backend]
 
+REFUSALS = (ValueError, TypeError, NotImplementedError)
+"""Errors of a check that refuses a call; others are faults, which `NoKernel` must not hide."""
+
 
 class NoKernel(ValueError):
-    """Raised by a call with `backend="kernel"` that no kernel runs, or that is refused, before anything is written."""
+    """Raised by a call with `backend=KERNEL` that no kernel runs, or that is refused, before anything is written."""
 
 
 class Refused(Entry):
-    """An entry of the launch cache: a call with `backend="kernel"` that was refused, for something other than addresses."""
+    """An entry of the launch cache: a call with `backend=KERNEL` that was refused, for something other than addresses."""
 
     def __init__(self, why: str):
         self.why = why
@@ -62,7 +65,6 @@ class Dispatcher:
         self.roles = of_rows | place | {role: place[name] for role, name in operation.called.items() if name in place}
         self.lengths = Lengths(operation, self.tensors)
         self.pairs = [(place[x], [place[other] for other in others]) for x, others in operation.overlaps(self.tensors)]
-
         CALLS[function] = self
 
     def __call__(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
@@ -79,14 +81,13 @@ class Dispatcher:
         self, key: Key, addresses: list[int], tensors: tuple[Tensor | None, ...], given: dict[str, Any]
     ) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
-        for_kernel = isinstance(given["backend"], str) and given["backend"] == backends.KERNEL
+        for_kernel = given["backend"] is backends.KERNEL
         problem, t, backend = (self.check_for_kernel if for_kernel else self.check_on_all_ranks)(given, key)
         tracing = torch.compiler.is_compiling()
         inside = not tracing and is_transformed()
         if inside and (problem.requires_grad or any(map(is_wrapped, t.present().values()))):
             if isinstance(problem, ChunkProblem) and problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
-
             return backend.build(problem, t).execute(())  # the reference: plain PyTorch, which every transform takes
         # a call that has a key has nothing but plain tensors
         if tracing or (key is None and not all(map(is_plain, t.present().values()))):
@@ -135,7 +136,7 @@ class Dispatcher:
         problem, t = self.lengths.check(given, options, dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
-            self.check_transforms(problem, t, given, backend.name == "reference")
+            self.check_transforms(problem, t, given, backend.plain)
         return problem, t, backend
 
     def check_for_kernel(self, given: Mapping[str, Any], key: Key) -> Checked:
@@ -146,20 +147,20 @@ class Dispatcher:
         """
         try:
             return self.check_on_all_ranks(given, key)
-        except Exception as refusal:
+        except REFUSALS as refusal:
             self.remember_refusal(str(refusal), given, key)
             raise NoKernel(str(refusal)) from refusal
 
     def remember_refusal(self, why: str, given: Mapping[str, Any], key: Key) -> None:
-        """Unless it may be for what the key does not tell: tensors that overlap, or offsets on the host."""
+        """Remembers a refusal, unless overlaps or offsets on the host may have caused it, which the key does not tell."""
         if key is not None and given.get("cu_seqlens_cpu") is None:
             with contextlib.suppress(ValueError):
                 self.refuse([given.get(name) for name in self.tensors])
                 CACHE.keep(key, Refused(why))
 
     def refusal(self, named: Mapping[str, Any]) -> str | None:
-        """Why a call with `backend="kernel"` would be refused, or None: for dispatchers that ask before they call. For a call
-        like an earlier one the launch cache has the answer."""
+        """The reason for which a call with `backend=KERNEL` would be refused, or None: for dispatchers that ask before they
+        call. For a call like an earlier one the launch cache has the answer."""
         key: Key = None
         given: Mapping[str, Any] = self.defaults | dict(named)
         try:
@@ -175,7 +176,8 @@ class Dispatcher:
                     return getattr(entry, "why", None)
             self.check(given, dry=True)
         except Exception as refusal:  # arguments may raise anything, as they are asked what they are
-            self.remember_refusal(str(refusal), given, key)
+            if isinstance(refusal, REFUSALS):
+                self.remember_refusal(str(refusal), given, key)
             return str(refusal)
         return None
 

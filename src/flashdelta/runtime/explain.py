@@ -1,7 +1,5 @@
 """Answers whether a call can run, on which backend, and why."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -129,13 +127,12 @@ def explain(op: Callable, /, *arguments: object, device: torch.device | str | No
     if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.operation == "chunk":
         readable = is_plain(t.q) and t.q.device.type == place.type != "meta"
         segments = tuple(chosen.parts(problem, chunks_of(problem, t).tolist(), t.device)) if readable else None
-    tensors = {name: given[name] for name in call.tensors if name in given}
-    why = None if chosen.name == "reference" else not_replayed(tensors)
+    why = None if chosen.plain else not_replayed({name: given[name] for name in call.tensors if name in given})
     return Explanation(support, verdicts, segments, why)
 
 
 def not_replayed(tensors: Mapping[str, Tensor | None]) -> str | None:
-    """Why calls by kernels like this one have no plan that lasts, or None."""
+    """The reason why calls by kernels like this one have no plan that lasts, or None."""
     if device_checks.ENABLED:
         return "FLASHDELTA_CHECK=1 reads values on the host"
     for name, x in tensors.items():

@@ -5,8 +5,6 @@ result that was not asked for is an empty tensor, since a schema has no optional
 other programs call by its name, takes the caller's own arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -144,8 +142,7 @@ def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
         options = dict(scale=problem.scale, gate=problem.gate, precision=problem.precision, backend=backend)
         return dict(zip(problem.results(), torch.ops.kda_prefill.forward(*rows, problem.chunk_size, **options)))
     operator = operator_of(problem, t)
-    arguments = operator.arguments(problem, t, backend)
-    found = operator.call(*arguments)
+    found = operator.call(*operator.arguments(problem, t, backend))
     results = dict(zip(operator.results, found if isinstance(found, (tuple, list)) else (found,)))
     results |= t.caller_outputs()
     return {name: results[name] for name in problem.results()}
@@ -193,8 +190,5 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.is_tensor = tuple(isinstance(x, Tensor) for x in inputs)
 
 
-GRADIENTS = {
-    forward.name: Gradients(f"{forward.name.removesuffix('_forward')}_backward", forward)
-    for forward in (FORWARD, NORM, CONVOLUTION)
-}
+GRADIENTS = {x.name: Gradients(f"{x.name.removesuffix('_forward')}_backward", x) for x in (FORWARD, NORM, CONVOLUTION)}
 """Gradients by the name of the operator."""

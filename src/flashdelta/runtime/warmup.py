@@ -1,7 +1,5 @@
 """Compiles ahead what serving will need."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
@@ -151,7 +149,7 @@ def _compile(op: Callable, call: dict[str, Any], device: torch.device) -> None:
     """Compiles the kernels of a call, which is checked."""
     problem, t = check(op, **call)
     backend = backends.choose(problem, device, call["backend"])
-    if device.type == "cuda" and backend.name != "reference":
+    if device.type == "cuda" and not backend.plain:
         from ..program.launch import compiling_for  # Triton need not be there
 
         with compiling_for(device):
@@ -228,10 +226,8 @@ class Calls:
         """Sequences, tokens of each, heads."""
         if self.kind == "chunk":
             return itertools.product(SEQUENCES[:6], LENGTHS, HEADS)
-        if drafts:
-            lengths: tuple[int, ...] = DRAFTS if drafts.startswith("records") else DRAFTS[:1]
-        else:
-            lengths = (1,) if self.kind == "fused_decode" else (1, 2, 65) if self.kind == "recurrent" else (1, 2)
+        plain = {"fused_decode": (1,), "recurrent": (1, 2, 65), "decode": (1, 2)}
+        lengths = plain[self.kind] if not drafts else DRAFTS if drafts.startswith("records") else DRAFTS[:1]
         return itertools.product(SEQUENCES, lengths, HEADS[1::3])
 
     def index(self, *shape: int) -> Tensor:
@@ -264,8 +260,7 @@ class Calls:
         if where == "slots":
             return found
         records = make(N, T, state.shape[1], record_width(*dims))
-        rows = state.new_empty(N, T, *state.shape[1:]) if where == "states" else records
-        found["intermediate_states"] = rows
+        found["intermediate_states"] = state.new_empty(N, T, *state.shape[1:]) if where == "states" else records
         if self.kind == "decode":
             found |= {"update_state": False, "intermediate_state_indices": self.index(N) if more else None}
         return found

@@ -1,7 +1,5 @@
 """Calls of `flashdelta verify` and `doctor`, and the float64 truth that they are held against."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
-from ..problem.problem import PLAIN_GATES
+from ..problem.problem import PARAMETRIC_GATES, PLAIN_GATES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 6e-3, FP16: 2e-3, FP32: 1e-5}
@@ -165,16 +163,13 @@ def make_call(case: Case, dtype: torch.dtype, device: str | torch.device = "cpu"
     if case.hard is not None:
         HARD[case.hard](tensors)
     call: dict = {name: x.to(dtype) for name, x in tensors.items()}
-    if case.gate in WITH_PARAMETERS:
+    if case.gate in PARAMETRIC_GATES:
         call |= {"A_log": 0.5 * source.normal(HV), "dt_bias": log_rates(source, case).flatten()}
     if case.lengths is not None:
         call["cu_seqlens"] = torch.tensor([0, *case.lengths], device=device).cumsum(0)
     if case.state is not None:
         call["initial_state"] = source.normal(case.sequences, *case.state_shape).to(case.state)
     return call | settings(case)
-
-
-WITH_PARAMETERS = ("softplus", "lower_bound")
 
 
 def log_rates(source: Source, case: Case) -> Tensor:
@@ -190,9 +185,8 @@ def settings(case: Case) -> dict:
     """The arguments that are no tensors."""
     asked: dict = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
     asked |= {"state_v_first": case.v_first, "safe_gate": case.safe, "chunk_size": case.chunk_size}
-    if case.gate in WITH_PARAMETERS:
-        bound = case.lower_bound if case.gate == "lower_bound" else None
-        asked |= {"use_gate_in_kernel": True, "lower_bound": bound}
+    if case.gate in PARAMETRIC_GATES:
+        asked |= {"use_gate_in_kernel": True, "lower_bound": case.lower_bound if case.gate == "lower_bound" else None}
     elif case.gate != "none":
         asked["gate"] = case.gate
     if case.beta != "value":

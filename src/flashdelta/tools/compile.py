@@ -1,7 +1,5 @@
 """Compiles a launch's kernel for any GPU on a machine without one."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,7 @@ from ..program.plan import Plan
 
 
 def only_launches(plan: Plan) -> list[Launch]:
-    """Without exchanges between ranks."""
+    """Returns the launches, without exchanges between ranks."""
     return [step for step in plan.launches if isinstance(step, Launch)]
 
 

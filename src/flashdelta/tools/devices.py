@@ -1,7 +1,5 @@
 """The default device, its clock's edge, and CUDA graphs of a call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

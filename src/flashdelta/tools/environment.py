@@ -1,6 +1,4 @@
-"""Where a result was measured: versions, GPU, driver, commit."""
-
-from __future__ import annotations
+"""The circumstances of a measurement: versions, GPU, driver, commit."""
 
 import importlib.metadata
 import os

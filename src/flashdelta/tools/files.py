@@ -1,7 +1,5 @@
 """Folders that are there as a whole or not at all, and how results are printed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -15,11 +15,12 @@ from ..stages import backward_pass
 from ..stages import launch as portable
 from ..stages.backward_pass import StageSet
 from ..stages.copy import strided_copy
+from ..stages.launch import aligned
 from .commit import commit
 from .decode import decode
 from .fused_decode import fused_kda_decode
 from .intra import intra
-from .launch import TILE, aligned, layout, prepare_inputs, prepare_wy_inputs, steps_layout
+from .launch import TILE, layout, prepare_inputs, prepare_wy_inputs, steps_layout
 from .prepare import prepare
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence
@@ -98,7 +99,7 @@ def in_one_launch(problem: ChunkProblem, device: torch.device) -> bool:
 def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
     """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
     t, copies = prepare_inputs(t)
-    wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
+    wanted = {**(steps_layout if steps else layout)(problem), **split_layout(problem, t.device, steps)}
     return StageSet(
         *(problem, t, copies, wanted, arch),
         *(prepare_steps if steps else prepare, before_segments),
@@ -106,7 +107,7 @@ def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = F
         functools.partial(recurrence, steps=steps),
         *(reverse, wy, intra),
         squares=(problem.B, problem.T, problem.HV, TILE),
-        squares_dtype=torch.bfloat16,
+        parts_dtype=torch.bfloat16,
     )
 
 

@@ -23,16 +23,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...problem.problem import CommitProblem, CommitTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
+from ..shared.gluon.compat import barrier
+from ..shared.gluon.math import multiply
 from ..shared.mma import stacked, two_parts
 from ..shared.records import COUNTS, record_counts, record_values, record_width
 from ..shared.scalars import SCALARS
 from ..shared.states import everywhere, slot_and_row
 from ..stages.decode import commit_arguments
-from ..stages.launch import Config, launch
-from .device.compat import barrier
+from ..stages.launch import Config, aligned, launch
 from .device.layouts import BV
-from .device.math import multiply
-from .launch import aligned
 
 
 @gluon.jit

@@ -24,15 +24,15 @@ from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import beta_of, decay_rate, head_bias, log2_decay
+from ..shared.gluon.compat import copy_async
+from ..shared.gluon.math import split_high_low
 from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, own_work_tile
 from ..shared.states import everywhere, start_slot, target_slot
 from ..stages.decode import DECODE_FEW, step_arguments
-from ..stages.launch import Config, launch
-from .device.compat import copy_async
-from .device.math import split_high_low
-from .launch import aligned, prefetching_ctas
+from ..stages.launch import Config, aligned, launch
+from .launch import prefetching_ctas
 
 
 @gluon.jit

@@ -24,15 +24,15 @@ from ...problem.problem import FusedProblem, FusedTensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import LOG2E, beta_of, log2_decay, sigmoid
+from ..shared.gluon.compat import barrier, copy_async
 from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, own_work_tile
 from ..shared.states import everywhere, placed
 from ..stages.decode import fused_arguments
-from ..stages.launch import Config, launch
+from ..stages.launch import Config, aligned, launch
 from .decode import fetch_to_cache, prefetch
-from .device.compat import barrier, copy_async
-from .launch import aligned, prefetching_ctas
+from .launch import prefetching_ctas
 
 ROWS = gl.constexpr(32)
 """Value channels of a state that are copied and updated at a time."""

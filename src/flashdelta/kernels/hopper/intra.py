@@ -1,7 +1,8 @@
 """Stage `intra` of the backward pass for Hopper: from the gradients of the matrices `A` and `Aqk` to those of the call's
 inputs. One CTA per (chunk, value head).
 
-Contract: as `triton/intra.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`.
+Contract: as `triton/intra.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and parts of dq and dk come in 16 bits
+(`wy.py`).
 
 Pairs i > j of tokens are split at a place between them, with `E` the sum of log decays up to there (docs/backward.md):
 
@@ -14,37 +15,32 @@ the blocks of 2, 4, .. 64 rows, where no factor is more than 1.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.gates import beta_gradient, decay_rate
-from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.finish import ByHead
-from ..stages.launch import chunks
-from ..stages.wy import Parts
-from .device.compat import barrier, reinterpret
-from .device.layouts import C, copy_rows, load_rows, row_column, store_rows
-from .device.math import (
+from ..shared.gluon.compat import barrier, reinterpret
+from ..shared.gluon.math import (
     beta_value,
     decay_bias,
     exp2,
     exp2_negative,
     gate_gradient,
     norm_factors,
-    opaque_indices,
     reciprocal,
-    store_decays,
     token_offset,
-    weighted_sums,
     wide,
 )
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import StageCall, chunks, launch_div8
+from .device.layouts import C, copy_rows, half_rows, load_rows, row_column, store_rows
 from .device.tile_scheduler import chunk_tile, first_tile
-from .launch import bind_div8
+from .device.wgmma import opaque_indices, store_decays, weighted_sums
 
 
 @gluon.jit
@@ -188,14 +184,13 @@ def all_pairs(
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def intra_kernel(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, out_q, out_k,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, size_k, out_q, out_k,
     out_g, out_beta, partial_A_log, partial_dt_bias, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
     K: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
-    PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """One chunk, operands in shared memory, accumulators `[64, K]` with a warpgroup for 64 channels:
 
@@ -207,7 +202,7 @@ def intra_kernel(
                  dG of `wy`            dG += left_q dq + left_w L - right_k dk_right;  sums over later rows by an MMA: dg
                  dq, dk of `wy`        + diagonal pairs, norms: dq, dk;  beta, gate: dbeta, dg, partial sums for A_log, dt_bias
 
-    `PREFETCH`: dq and dk of `wy` fit in shared memory, too."""
+    With K = 64 dq and dk of `wy` are not copied: two CTAs share an SM."""
     # a warpgroup for 64 channels
     acc_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, K // 64], [16, 64, 16])  # version, warps, instruction
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
@@ -216,6 +211,7 @@ def intra_kernel(
     wide_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], g.dtype.element_ty)
+    PREFETCH: gl.constexpr = K == 128
     tile, _n, _begin = chunk_tile(first_tile(), cu_seqlens, slots, N, T, HV)
     head, batch, start, count = tile.head, tile.batch, tile.start, tile.count
     if count <= 0:
@@ -247,6 +243,7 @@ def intra_kernel(
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     by_row_s = gl.allocate_shared_memory(gl.float32, [6, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    size_s = gl.allocate_shared_memory(gl.float32, [C, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, high_s, low_s)
 
@@ -262,6 +259,10 @@ def intra_kernel(
     raw = gl.load(beta + row * beta_token, mask=here, other=0.0, volatile=True).to(gl.float32)
     same = gl.load(grad_Aqk + first_row * C + row * (square_stride + 1), mask=here, other=0.0, volatile=True)
     from_w = gl.load(grad_beta + first_row + row * HV, mask=here, other=0.0, volatile=True)
+    size_l: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [gl.num_warps(), 1], [1, 0])
+    size_row, half = row_column(C, 2, size_l)
+    in_sizes = (first_row + size_row * HV) * 2 + half
+    size = gl.load(size_k + in_sizes, mask=size_row < count, other=0.0, volatile=True)
     barrier()
     copy_rows(q_s, q, q_token * 8, count)
     copy_rows(k_s, k, k_token * 8, count)
@@ -269,8 +270,8 @@ def intra_kernel(
     copy_rows(near_Aqk, grad_Aqk + first_row * C, square_stride, count)
     async_copy.commit_group()
     if PREFETCH:
-        grad_q_s = gl.allocate_shared_memory(gl.float32, [C, K], wide_s)
-        grad_k_s = gl.allocate_shared_memory(gl.float32, [C, K], wide_s)
+        grad_q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+        grad_k_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
         copy_rows(grad_q_s, grad_q + first_row * K, key_stride, count)
         copy_rows(grad_k_s, grad_k + first_row * K, key_stride, count)
     async_copy.commit_group()
@@ -279,6 +280,7 @@ def intra_kernel(
     by_row_s.index(0).store(raw)
     by_row_s.index(1).store(same.to(gl.float32) * scale)
     by_row_s.index(2).store(from_w.to(gl.float32))
+    size_s.store(size)
 
     async_copy.wait_group(2)
     store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
@@ -318,18 +320,16 @@ def intra_kernel(
     dbeta = gl.sum(kn * sum_left, axis=1)
     sum_left *= betas
     sum_q += same * kn
-    if PREFETCH:
-        sum_q += grad_q_s.load(acc_l)
-    else:
-        sum_q += load_rows(grad_q + first_row * K, key_stride, count, acc_l, K)
+    part = grad_q_s.load(acc_l) if PREFETCH else load_rows(grad_q + first_row * K, key_stride, count, acc_l, K)
+    sum_q += part.to(gl.float32)
     if L2NORM:
         sum_q = (sum_q - qn * gl.sum(sum_q * qn, axis=1)[:, None]) * norm_q
     store_rows(out_q + first_row * K, key_stride, sum_q, count, right_k)
     sum_k = sum_left + sum_right + same * qn
-    if PREFETCH:
-        sum_k += grad_k_s.load(acc_l)
-    else:
-        sum_k += load_rows(grad_k + first_row * K, key_stride, count, acc_l, K)
+    part = grad_k_s.load(acc_l) if PREFETCH else load_rows(grad_k + first_row * K, key_stride, count, acc_l, K)
+    part = half_rows(part.to(gl.float32))
+    part *= size_s.load(gl.SliceLayout(2, part.type.layout))[:, :, None]
+    sum_k += gl.convert_layout(part.reshape([C, K]), acc_l, assert_trivial=True)
     if L2NORM:
         sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
     store_rows(out_k + first_row * K, key_stride, sum_k, count, left_q)
@@ -355,7 +355,6 @@ def intra_kernel(
         gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
 
 
-def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
-    prefetch = problem.K == 128 and problem.g_dtype == torch.bfloat16
-    own = dict(**parts.arguments(), **heads.arguments(), PREFETCH=prefetch)
-    return Launch(intra_kernel, chunks(problem), *bind_div8(intra_kernel, problem, t, own), 4 * (problem.K // 64))
+def intra(call: StageCall, own: dict[str, Any]) -> Launch:
+    problem = call.problem
+    return launch_div8(intra_kernel, chunks(problem), problem, call.t, own, num_warps=4 * (problem.K // 64))

@@ -1,22 +1,20 @@
-"""Helpers of all launchers: the call's inputs as kernels read them, the workspace, tensor descriptors."""
+"""Launches of Hopper's kernels: inputs as they read them, tiles of the workspace, tensor descriptors."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import JITFunction
 
-from ...problem.problem import ChunkProblem, ChunkTensors, Problem, Tensors, WyTensors
+from ...problem.problem import AUTO, ChunkProblem, ChunkTensors, WyTensors
 from ...program.launch import Launch, sm_count
 from ...program.workspace import Layout
 from ..stages import launch as portable
 from ..stages.copy import laid_out, read
+from ..stages.launch import aligned, near
 
 TILE = 64
 """Rows and columns of a tile of the workspace."""
@@ -58,22 +56,6 @@ def work_tiles(problem: ChunkProblem) -> int:
     return problem.N * problem.HV * (problem.V // TILE)
 
 
-FAR = 2**31
-"""The least stride that kernels do not take."""
-
-
-def near(x: Tensor, unit: int) -> bool:
-    """Says whether strides fit, in multiples of `unit` elements."""
-    return all([n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride())])
-
-
-def aligned(x: Tensor, unit: int = 8) -> bool:
-    """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
-    most kernels."""
-    *outer, inner = x.stride()
-    return inner == 1 and x.data_ptr() % 16 == 0 and math.gcd(*outer) % unit == 0 and near(x, 8)
-
-
 def prepare_inputs(t: ChunkTensors) -> tuple[ChunkTensors, list[Launch]]:
     """Lays out inputs so that the kernels can read them."""
     t, of_beta = laid_out(t, ("beta",), lambda x: near(x, 1))
@@ -103,24 +85,30 @@ def describe(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
 
 @functools.cache
 def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
-
-
-def stride_div8(name: str, x: Tensor, axis: int) -> int:
-    """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
-    stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
-    return stride if name == "beta" else stride // 8
-
-
-def bind_div8(kernel: JITFunction, problem: Problem, t: Tensors, own: Mapping[str, object]) -> tuple[tuple, dict]:
-    """`stages/launch.py: bind`, with strides as the kernels over chunks take them."""
-    return portable.bind(kernel, problem, t, own, stride_div8)
+    return gl.NVMMASharedLayout.get_default_for(tile, getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def ctas(slices: int, device: torch.device) -> int:
-    """Persistent CTAs of a scan, one an SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
+    """Persistent CTAs of a scan, one per SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
     of its SMs only (MPS) runs them one after another."""
     return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
+
+
+def may_begin_afresh(problem: ChunkProblem) -> bool:
+    """Says whether a work tile may begin where a chunk forgets: not in what the backward pass will compute again, nor in what
+    must not depend on the batch, nor where states inside a sequence are asked for."""
+    own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1 or problem.operation != "chunk"
+    inside = problem.return_intermediate_states or problem.checkpoints > 0 or problem.checkpoint_every > 0
+    # with unbounded gates `prepare_steps` would spill, and chunks gain nothing
+    return problem.K == 128 and problem.split == AUTO and problem.safe_gate and not own and not inside
+
+
+def parts(problem: ChunkProblem, device: torch.device) -> int:
+    """Parts of each sequence that SMs would be idle without, if it may not be split. In a pool the last one might store the
+    final state before the first has read the initial one."""
+    # no more than `TileScheduler` can tell
+    at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), 32)
+    return max(at_once, 1) if may_begin_afresh(problem) and not problem.has_pool else 1
 
 
 def overlaps_prepare(call: portable.StageCall) -> bool:

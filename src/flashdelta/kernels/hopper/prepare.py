@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import base_value
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -23,12 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.gates import decay_rate
-from ..shared.norms import L2_EPS
-from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall
-from .device.compat import aggregate, copy_async, reinterpret
-from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, position, store_block, store_tile
-from .device.math import (
+from ..shared.gluon import steps
+from ..shared.gluon.compat import aggregate, copy_async, reinterpret
+from ..shared.gluon.math import (
     LOWEST,
     LOWEST_HALF,
     beta_value,
@@ -39,18 +36,22 @@ from .device.math import (
     gate_bias,
     gate_unit,
     high_pair,
+    larger,
     last,
     low_pair,
-    mma3,
     pick,
     round_pairs,
     split_high_low,
     wide,
     widen,
 )
-from .device.stream_k import add
-from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, bind_div8, overlaps_prepare
+from ..shared.gluon.steps import ACC_HALF, FLAT, PLAIN, ROWS, TILE
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import StageCall, launch_div8
+from .device.layouts import ACC, LEFT, beside, position, store_block, store_tile
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part, may_end_segment
+from .device.wgmma import mma3
+from .launch import FLAGS, overlaps_prepare, parts
 from .segments import SPLIT_COSTS, plan_segments, room
 
 # registers of four warps; a thread has all tokens that it sums over
@@ -62,13 +63,10 @@ BLOCKS = gl.constexpr(gl.BlockedLayout([2, 1, 8, 2], [1, 1, 1, 32], [1, 4, 1, 1]
 """Two blocks like that."""
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 2, 8, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0]))
 """`[16 rows, half of them, row, column]`: a warp has 16 rows, a lane all of them in 2 columns."""
-GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
-"""Accumulators `[4, 16, 16]`, one a warp."""
 
-# shared memory
-TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+FORGOTTEN = gl.constexpr(2.0**-60)
+"""A chunk forgets if the norm of its M is no larger: that is the error, as a part of the state before it."""
 
 
 @aggregate
@@ -88,6 +86,7 @@ class Buffers:
     beta: gl.shared_memory_descriptor
     unit: gl.shared_memory_descriptor
     bias: base_value
+    largest: base_value
     KH: gl.constexpr
 
     @gluon.jit
@@ -122,13 +121,21 @@ class Buffers:
         return reinterpret(self.small, gl.float32, [8, 256], FLAT)
 
     @gluon.jit
+    def store_keys(self, kg, x, h, block: gl.constexpr, asked):
+        """`store_block` of a block's half of kg; at a border the largest elements of its sub-chunks, to `largest [2 KH, 4]`."""
+        store_block(kg, x)
+        if asked >= 0:
+            sizes = gl.abs(x).to(gl.int32, bitcast=True)
+            self.largest.index(2 * h + block).store(gl.max(gl.max(sizes, axis=1), axis=1).to(gl.float32, bitcast=True))
+
+    @gluon.jit
     def both_totals(self, h):
         """`[2, 4, 64]`: of both blocks."""
         return reinterpret(self.small, gl.float32, [4, 512], FLAT).index(h).reshape([2, 4, 64])
 
 
 @gluon.jit
-def make_buffers(dt_bias, KH):
+def make_buffers(dt_bias, forgets, KH):
     pair0 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     pair1 = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     right0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], TILE)
@@ -146,14 +153,13 @@ def make_buffers(dt_bias, KH):
         bias = gl.allocate_shared_memory(gl.float32, [KH, 64], FLAT)
     else:
         bias: gl.constexpr = None  # type: ignore[no-redef]
-    return Buffers(pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, KH)
-
-
-@gluon.jit
-def load_bias(dt_bias, head, K):
-    """The gate's bias of a value head, `[K]`. Volatile, as the rate is."""
-    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
+    if forgets is not None:
+        largest = gl.allocate_shared_memory(gl.float32, [2 * KH, 4], FLAT)
+    else:
+        largest: gl.constexpr = None  # type: ignore[no-redef]
+    return Buffers(
+        pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, largest, KH
+    )
 
 
 @gluon.jit
@@ -171,15 +177,6 @@ def copy_pair(shared, first, first_token, first_count, second, second_token, sec
 
 
 @gluon.jit
-def copy_tokens(shared, x, x_token, count, TOKENS):
-    """Starts the copy of `TOKENS` rows, all channels, to `shared [halves * TOKENS, 64]`. Zeros from `count` on."""
-    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
-    at = x + ((row % TOKENS) * (x_token * 8) + row // TOKENS * 64)
-    copy_async(shared, at[:, None] + column[None, :], mask=(row % TOKENS < count)[:, None])
-
-
-@gluon.jit
 def load_gate(buffers, h, dtype: gl.constexpr):
     """The gate's input for half `h` of the channels, block by block. It lies where this half's right operands will."""
     if dtype == gl.bfloat16:
@@ -193,33 +190,9 @@ def load_gate(buffers, h, dtype: gl.constexpr):
 
 
 @gluon.jit
-def pair_norm_factors(pair_s, scale, KEYS_FIRST, L2NORM):
-    """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
-    `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
-    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
-    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    row_l: gl.constexpr = gl.SliceLayout(2, GRAM)
-    if L2NORM:
-        KH: gl.constexpr = pair_s.shape[0]
-        gram = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
-        for h in gl.static_range(KH):
-            rows = pair_s.index(h).reshape([4, 16, 64])
-            # the right operand is loaded, too: taken from the left one's registers, each would have to be moved
-            gram = mma_v2(rows.load(left_l), rows.permute((0, 2, 1)).load(right_l), gram)
-        i = gl.arange(0, 16, layout=gl.SliceLayout(0, row_l))
-        j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, GRAM)))
-        total = gl.sum(gl.where(i[None, :, None] == j[None, None, :], gram, 0.0), axis=2)
-        factor = gl.rsqrt(total + L2_EPS)
-    else:
-        factor = gl.full((4, 16), 1.0, gl.float32, layout=row_l)
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, row_l))[:, None]
-    return gl.where((tile < 2) == KEYS_FIRST, factor, factor * scale)
-
-
-@gluon.jit
 def store_norms(buffers, scale, L2NORM):
-    buffers.norm0.reshape([4, 16]).store(pair_norm_factors(buffers.pairs(0), scale, True, L2NORM))
-    buffers.norm1.reshape([4, 16]).store(pair_norm_factors(buffers.pairs(1), scale, False, L2NORM))
+    buffers.norm0.reshape([4, 16]).store(steps.pair_norm_factors(buffers.pairs(0), scale, True, L2NORM))
+    buffers.norm1.reshape([4, 16]).store(steps.pair_norm_factors(buffers.pairs(1), scale, False, L2NORM))
 
 
 @gluon.jit
@@ -242,28 +215,14 @@ def decay_steps(x, bias, rate, unit_s, GATE, SAFE):
 
 
 @gluon.jit
-def running_sums(step):
-    """Inclusive sums of log2 decays `step [4, R, 64]` along the rows, of which a thread has all in 2 channels, and the totals
-    `[4, 64]`."""
-    R: gl.constexpr = step.shape[1]
-    layout: gl.constexpr = step.type.layout
-    flat_l: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [1, 4], [1, 0])
-    flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([R, 256]), flat_l, assert_trivial=True)
-    c = gl.associative_scan(flat, 0, add)
-    total = gl.convert_layout(gl.reduce(c, 0, last).reshape([4, 64]), gl.SliceLayout(1, layout), assert_trivial=True)
-    c = gl.convert_layout(c.reshape([R, 4, 64]).permute((1, 0, 2)), layout, assert_trivial=True)
-    return c, total
-
-
-@gluon.jit
 def half_sums(buffers, h, rate, dtype: gl.constexpr, GATE, SAFE):
     """`running_sums` of both blocks for half `h` of the channels, and the sub-chunks' totals `[2, 4, 64]`."""
     bias = 0.0
     if buffers.bias is not None:
         bias = buffers.bias.index(h).load(COLUMNS)[None, None, :]
     g0, g1 = load_gate(buffers, h, dtype)
-    c0, total0 = running_sums(decay_steps(g0, bias, rate, buffers.unit.index(0), GATE, SAFE))
-    c1, total1 = running_sums(decay_steps(g1, bias, rate, buffers.unit.index(1), GATE, SAFE))
+    c0, total0 = steps.running_sums(decay_steps(g0, bias, rate, buffers.unit.index(0), GATE, SAFE))
+    c1, total1 = steps.running_sums(decay_steps(g1, bias, rate, buffers.unit.index(1), GATE, SAFE))
     return c0, c1, gl.join(total0, total1).permute((2, 0, 1))
 
 
@@ -405,7 +364,7 @@ def store_sums(buffers, rate, dtype: gl.constexpr, GATE):
 
 
 @gluon.jit
-def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM):
+def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM, asked):
     """Stores `qg`, `kg` and `decay`, and leaves `k a` in the pairs. Accumulators `[64, 32]`: `upper`, of pair 0 by block 0's
     columns; `lower` and `right`, of pair 1 by block 0's and by block 1's.
 
@@ -433,7 +392,11 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         q1, k1 = load_pair(pairs1.index(h))
         before0, middle0, whole0 = block_sums(total_s.index(2 * h))
         before1, middle1, whole1 = block_sums(total_s.index(2 * h + 1))
-        gl.store(decay + h * 64 + position(column), exp2(whole0 + whole1))
+        decays = exp2(whole0 + whole1)
+        gl.store(decay + h * 64 + position(column), decays)
+        if asked >= 0:
+            # one channel that stays is enough
+            asked |= -gl.max((decays > FORGOTTEN).to(gl.int32), axis=0)
         qg = tiles + (KH + h) * 4096
         kg = tiles + (2 * KH + h) * 4096
         norm_k0, norm_q0 = pair_factors(buffers.norm0)
@@ -451,7 +414,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         store_block(qg, qa * from_start[None, None, :])
         # in two factors: each fits in fp32, their product need not
         kb = kb * exp2(whole0 - middle0)[None, None, :]
-        store_block(kg, kb * exp2(whole1)[None, None, :])
+        buffers.store_keys(kg, kb * exp2(whole1)[None, None, :], h, 0, asked)
         moved = (kb * exp2(middle1)[None, None, :]).to(gl.bfloat16)
 
         d = c1 + (before1 - middle1[None, :])[:, None, :]
@@ -464,7 +427,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         from_start = exp2(whole0 + middle1)
         buffers.between.index(h).store(exp2(whole0 - middle0 + middle1))
         store_block(qg + 2048, qa * from_start[None, None, :])
-        store_block(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :])
+        buffers.store_keys(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :], h, 1, asked)
 
     fence_async_shared()
     upper = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
@@ -474,7 +437,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         lower = warpgroup_mma(pairs1.index(h), right1.index(h).permute((1, 0)), lower, use_acc=h > 0, is_async=True)
     upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
     lower, right = column_halves(lower, ACC_HALF)
-    return upper, lower, right
+    return upper, lower, right, asked
 
 
 @gluon.jit
@@ -637,7 +600,7 @@ def inverse(minus_A, buffers):
 @gluon.jit
 def store_w(tiles, high, low, buffers):
     """`-w = -inverse (k exp G)`, with the inverse as `high + low` and `k a` of the pairs: relative to block 1's reference
-    first, then moved to block 0's, then to the chunk's start."""
+    first, then moved to block 0's, then to the chunk's start. Returns its halves."""
     KH: gl.constexpr = buffers.KH
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     high0, high1 = column_halves(high, LEFT)
@@ -654,21 +617,44 @@ def store_w(tiles, high, low, buffers):
     if KH == 2:
         w_right = weighted(high0, low0, buffers.keys(0).index(2), w_right, True)
         w, w_right, high0, low0 = warpgroup_mma_wait(0, deps=[w, w_right, high0, low0])
-        store_tile(tiles + 4096, w_right * buffers.from_start.index(1).load(gl.SliceLayout(0, ACC))[None, :], 0)
+        w_right *= buffers.from_start.index(1).load(gl.SliceLayout(0, ACC))[None, :]
+        store_tile(tiles + 4096, w_right, 0)
     else:
+        w_right = w
         w, high0, low0 = warpgroup_mma_wait(0, deps=[w, high0, low0])
-    store_tile(tiles, w * buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :], 0)
+    w *= buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :]
+    store_tile(tiles, w, 0)
+    return w, w_right
+
+
+@gluon.jit
+def does_forget(buffers, w_left, w_right):
+    """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing:
+
+        |M| = |diag(decay) - kg^T w| <= sum_c decay_c + sum_i |kg_i| |w_i|
+
+    `|w_i|` is at most `sqrt(K)` times the largest element of its row, `|kg_i|` times that of its sub-chunk, and decays are at
+    most those up to the references. Rounding adds less than 1 %."""
+    lanes_l: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    largest = larger(gl.reduce(gl.abs(w_left), 1, larger), gl.reduce(gl.abs(w_right), 1, larger))
+    w = gl.sum(largest.reshape([8, 8]), axis=1)
+    largest_s = reinterpret(buffers.largest, gl.float32, [2, 8], FLAT)
+    kg = larger(largest_s.index(0).load(w.type.layout), largest_s.index(1).load(w.type.layout))
+    minus_decay = reinterpret(buffers.from_start, gl.float32, [128], FLAT).load(lanes_l)
+    minus_decay *= reinterpret(buffers.between, gl.float32, [128], FLAT).load(lanes_l)
+    bound = gl.sum(w * kg, axis=0) * 128 - gl.sum(minus_decay, axis=0)
+    return bound * 1.01 <= FORGOTTEN
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
-    tiles, decay, semaphores, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    tiles, decay, semaphores, forgets, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
-    room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
+    room: gl.int32, split: gl.int32, batch_invariant: gl.int32, parts,
     K: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
     FLAGS: gl.constexpr, COSTS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
@@ -720,12 +706,13 @@ def prepare_kernel(
     # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
-        bias = load_bias(dt_bias, head, K)
-    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, not SAFE)
+        bias = steps.load_bias(dt_bias, head, K)
+    batch, start, count, begin = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, not SAFE)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
     start = start.to(gl.int32)
+    to_end = count
     count = gl.minimum(count, 64).to(gl.int32)
     qk_head = head
     if group > 1:
@@ -739,7 +726,7 @@ def prepare_kernel(
     tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K
 
-    buffers = make_buffers(dt_bias, KH)
+    buffers = make_buffers(dt_bias, forgets, KH)
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
@@ -749,13 +736,25 @@ def prepare_kernel(
         copy_pair(g_s, g, g_token, count, g + g_token * 256, g_token, count - 32)
     else:
         g_s = reinterpret(buffers.right0, gl.float32, [KH * 32, 64], PLAIN)
-        copy_tokens(g_s, g, g_token, count, 32)
+        steps.copy_tokens(g_s, g, g_token, count, 32)
         g_s = reinterpret(buffers.right1, gl.float32, [KH * 32, 64], PLAIN)
-        copy_tokens(g_s, g + g_token * 256, g_token, count - 32, 32)
+        steps.copy_tokens(g_s, g + g_token * 256, g_token, count - 32, 32)
     async_copy.commit_group()
     copy_pair(buffers.pair0, k, k_token, count, q, q_token, count)
     copy_pair(buffers.pair1, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32)
     async_copy.commit_group()
+
+    # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
+    if forgets is None:
+        asked: gl.constexpr = -1
+    else:
+        if first_segment is not None:
+            ends = may_end_segment(start - begin, to_end, room, COSTS[4])
+        else:
+            ends = may_end_part(start - begin, to_end, parts)
+        # in one register, where a condition would take another
+        asked = gl.where(ends, tile, -1) + gl.minimum(tile, 0)
+        gl.store(forgets + tile, 0)
 
     sub_chunk = gl.arange(0, 4, layout=gl.SliceLayout(1, TOTALS))
     column = gl.arange(0, 64, layout=COLUMNS)
@@ -781,11 +780,17 @@ def prepare_kernel(
         fits = gl.min(lowest, axis=0) >= LOWEST_HALF
     half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
-    if fits:
-        upper, lower, right = bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM)
+    if forgets is not None:
+        upper, lower, right, asked = bounded_pairs(
+            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
+        )
+    elif fits:
+        upper, lower, right, _ = bounded_pairs(
+            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
+        )
     else:
         upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
-    if not SAFE:
+    if not SAFE or forgets is not None:
         # anew: they would be spilled
         betas = buffers.beta.load(gl.SliceLayout(1, ACC))
     minus_A, Aqk = minus_A_and_Aqk(upper, lower, right, betas, half_row, half_column)
@@ -806,7 +811,9 @@ def prepare_kernel(
     high = round_pairs(weights)
     low = (weights - high.to(gl.float32)).to(gl.bfloat16)
     store_tile(tiles + 3 * KH * 4096, high, 0)
-    store_w(tiles, high, low, buffers)
+    w_left, w_right = store_w(tiles, high, low, buffers)
+    if asked >= 0:
+        gl.store(forgets + asked, does_forget(buffers, w_left, w_right).to(gl.int32))
 
 
 def grid(problem: ChunkProblem) -> tuple[int, int]:
@@ -820,17 +827,13 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     ctas, rows = grid(problem)
     plan = call.workspace["first_segment"] if call.forms_segments else None
     own = dict(
-        **call.left("tiles", "decay", "semaphores"),
+        **call.left("tiles", "decay", "semaphores", "forgets"),
         **dict(first_segment=plan, Akk_inv=Akk_inv, room=room(problem, call.t.device)),
-        COSTS=tuple(vars(SPLIT_COSTS).values()),
-        **dict(FLAGS=FLAGS, OVERLAPS=plan is not None or overlaps_prepare(call)),
+        parts=parts(problem, call.t.device) if "forgets" in call.workspace else None,
+        **dict(FLAGS=FLAGS, COSTS=tuple(vars(SPLIT_COSTS).values())),
+        OVERLAPS=plan is not None or overlaps_prepare(call),
     )
-    return Launch(
-        prepare_kernel,
-        ctas + (plan is not None),
-        *bind_div8(prepare_kernel, problem, call.t, own),
-        num_warps=4,
-        # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
-        max_registers=168 if problem.safe_gate or problem.K == 128 else None,
-        rows=rows,
-    )
+    ctas += plan is not None
+    # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
+    most = 168 if problem.safe_gate or problem.K == 128 else None
+    return launch_div8(prepare_kernel, ctas, problem, call.t, own, max_registers=most, rows=rows)

@@ -38,67 +38,35 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...program.launch import Launch
 from ..shared.gates import LOG2E, decay_rate
-from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import StageCall
-from .device.compat import barrier, reinterpret, store_tile
-from .device.layouts import ACC, ACC_HALF, beside
-from .device.math import (
+from ..shared.gluon import steps
+from ..shared.gluon.compat import barrier, reinterpret, store_tile
+from ..shared.gluon.math import (
     LOWEST,
     LOWEST_HALF,
     beta_value,
     column_halves,
     exp2,
     exp2_negative,
-    gate,
     gate_bias,
     gate_unit,
+    larger,
     log2,
-    pick,
     round_pairs,
-    split_high_low,
     unbounded_gate,
     wide,
     widen,
 )
-from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, bind_div8, tiles
-from .prepare import FLAT, GRAM, PLAIN, TILE, copy_tokens, grid, load_bias, pair_norm_factors, running_sums, weighted
-
-
-@gluon.constexpr_function
-def part_layout(KH: int) -> gl.BlockedLayout:
-    """The layout of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 a
-    warp has a step of a half of the channels, and a part is half of each step; with K = 64 a warp has half a step, a part all
-    rows."""
-    return gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [KH, 2, 2 // KH, 1, 1], [4, 3, 2, 1, 0])
-
-
-SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-"""`[16 rows of a chunk, row, column of their step]`: a warp has 16 rows, a lane a column."""
-SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
-"""The same with the columns as `[2, 16]`."""
-
-STEPS_GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
-"""Accumulators `[2, 32, 16]` of both steps, 16 rows a warp."""
+from ..shared.gluon.steps import ACC_HALF, FLAT, GRAM, PLAIN, SQUARE, STEP, STEPS_GRAM, TILE
+from ..shared.products import rounded_product
+from ..shared.scalars import SCALARS_AND_STRIDES
+from ..stages.launch import StageCall, launch_div8
+from .device.layouts import ACC, beside
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
+from .launch import FLAGS, parts, tiles
+from .prepare import FORGOTTEN, grid, weighted
 
 BLOCK_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 """`TILE` as blocks `[4, 16, 64]`, of which columns can be taken."""
-SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
-STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-
-
-@gluon.jit
-def part(shared, i: gl.constexpr):
-    """The rows before the references of a chunk with K = 128, or from them on; with K = 64 all rows."""
-    KH: gl.constexpr = shared.shape[0] // 64
-    return shared.reshape([KH, 2, 2, 16, 64]).slice(i * (2 // KH), 2 // KH, 2)
-
-
-@gluon.jit
-def row_values(shared, i: gl.constexpr, KH):
-    """Values of the rows of a part."""
-    rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH)))
-    return shared.reshape([2, 2, 16]).slice(i * (2 // KH), 2 // KH, 1).load(rows_l)[None, :, :, :, None]
 
 
 @gluon.jit
@@ -112,25 +80,6 @@ def may_fit(bias_s, rate):
 
 
 @gluon.jit
-def part_sums(step):
-    """Sums of log2 decays of a part along its rows, and their totals `[half, step, halves of a step, channel]`."""
-    layout: gl.constexpr = step.type.layout
-    KH: gl.constexpr = step.shape[0]
-    c, total = running_sums(step.reshape([4, 16, 64]))
-    total = gl.convert_layout(total.reshape([KH, 2, 2 // KH, 64]), gl.SliceLayout(3, layout), assert_trivial=True)
-    return gl.convert_layout(c.reshape(step.shape), layout, assert_trivial=True), total
-
-
-@gluon.jit
-def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE, SAFE):
-    """`part_sums` of part `i`, from the gate's input."""
-    KH: gl.constexpr = g_s.shape[0] // 64
-    x = widen(part(g_s, i).load(part_layout(KH)))
-    step = gate(x, biases, rate, GATE) if SAFE else unbounded_gate(x, biases, GATE, False)
-    return part_sums(step * row_values(unit_s, i, KH))
-
-
-@gluon.jit
 def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIES_FIRST=False):
     """Makes operands of a part's keys and queries, in their place, and right operands, from log2 decays `d` since the
     reference. `QUERIES_FIRST`: the order in which registers suffice for all rows of a packed chunk at once, where gates are
@@ -140,20 +89,20 @@ def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIE
     a = exp2(d)
     if QUERIES_FIRST:
         decayed_queries(queries, norm_q_s, a, i)
-    kn = widen(part(keys, i).load(layout)) * row_values(norm_k_s, i, KH)
+    kn = widen(steps.part(keys, i).load(layout)) * steps.row_values(norm_k_s, i, KH)
     if not QUERIES_FIRST:
-        part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
-    part(keys, i).store((kn * a).to(gl.bfloat16))
+        steps.part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
+    steps.part(keys, i).store((kn * a).to(gl.bfloat16))
     if QUERIES_FIRST:
-        part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
+        steps.part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
     else:
         decayed_queries(queries, norm_q_s, a, i)
 
 
 @gluon.jit
 def decayed_queries(queries, norm_q_s, a, i: gl.constexpr):
-    qn = widen(part(queries, i).load(a.type.layout)) * row_values(norm_q_s, i, a.shape[0])
-    part(queries, i).store((qn * a).to(gl.bfloat16))
+    qn = widen(steps.part(queries, i).load(a.type.layout)) * steps.row_values(norm_q_s, i, a.shape[0])
+    steps.part(queries, i).store((qn * a).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -340,63 +289,6 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
 
 
 @gluon.jit
-def substitute(x, diagonal_s):
-    """`X` with `(I + A) X = R` for the diagonal blocks of 16 rows of A, by forward substitution in fp32: a series would explode
-    and cancel on repeated keys. `x [4, 16, 32]`, a thread has all rows of a column; `diagonal_s [16, 4, 16]`: the columns of
-    -A's blocks."""
-    left_l: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, left_l))[None, :, None]
-    for c in gl.static_range(15):
-        x = gl.where(row > c, x + diagonal_s.index(c).load(left_l)[:, :, None] * pick(x, c)[:, None, :], x)
-    return x
-
-
-@gluon.jit
-def block_inverses(minus_A, square_s):
-    """Inverts the diagonal blocks of 16 rows of `I + A`, for strictly lower `A [32, 32]` of both steps, `minus_A [64, 32]`.
-    Returns `[4, 16, 32]`: these inverses, D, on the diagonal and `n = -D A` below it."""
-    left, right = gl.split(minus_A.reshape([64, 2, 16]).permute((0, 2, 1)))
-    block = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None] // 16
-    square_s.store(left)
-    side_l: gl.constexpr = gl.SliceLayout(2, SIDES)
-    x = square_s.reshape([4, 16, 16]).load(side_l)[:, :, None, :]
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, SIDES))))[None, :, None, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, SIDES))))[None, None, None, :]
-    side = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, SIDES))))[None, None, :, None]
-    of = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, SIDES))))[:, None, None, None]
-    own = of % 2 == side
-    x = gl.where(own, gl.where(i == j, 1.0, 0.0), gl.where(side == 0, x, 0.0))
-    diagonal = gl.where(block % 2 == 0, left, right)
-    columns_s = reinterpret(square_s, gl.float32, [1024], FLAT).reshape([16, 4, 16])
-    columns_s.permute((1, 2, 0)).store(diagonal.reshape([4, 16, 16]))
-    lines_s = reinterpret(square_s, gl.float32, [16, 4, 16], PLAIN)
-    return substitute(gl.convert_layout(x.reshape([4, 16, 32]), SOLVE, assert_trivial=True), lines_s)
-
-
-@gluon.jit
-def step_inverses(X_s):
-    """`(I + A)^-1` of both steps by halves of its columns `[64, 16]`, from what `block_inverses` gives:
-    `[[D0, 0], [n D0, D1]]`. The product is one of a high and a low bf16 each, without low times low."""
-    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
-    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    left, right = gl.split(X_s.load(ACC_HALF).reshape([64, 2, 16]).permute((0, 2, 1)))
-    n = gl.convert_layout(left.reshape([4, 16, 16]), left_l, assert_trivial=True)
-    n_high, n_low = split_high_low(n)
-    operand_l: gl.constexpr = gl.SliceLayout(0, right_l)
-    D_first = X_s.slice(0, 16).slice(0, 16, 1).load(operand_l)[None, :, :]
-    D_second = X_s.slice(32, 16).slice(0, 16, 1).load(operand_l)[None, :, :]
-    of = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, right_l)))[:, None, None]
-    D_high, D_low = split_high_low(gl.where(of < 2, D_first, D_second))
-    below = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
-    below = mma_v2(n_low, D_high, below)
-    below = mma_v2(n_high, D_low, below)
-    below = mma_v2(n_high, D_high, below)
-    below = gl.convert_layout(below.reshape([64, 16]), left.type.layout, assert_trivial=True)
-    block = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None] // 16
-    return gl.where(block % 2 == 0, left, below), right
-
-
-@gluon.jit
 def masked(x, mask):
     """`x`, bf16, where `mask` is -1, and 0 where it is 0: two at a time."""
     asm: gl.constexpr = "and.b32 $0, $1, $2;"
@@ -427,9 +319,9 @@ def start_copies(rows, tokens, count, keys, queries, right, SAFE):
     # volatile: else the compiler moves it behind the copies, where it queues
     betas = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True).to(gl.float32)
     g_s = reinterpret(right, gl.bfloat16, right.shape, PLAIN if SAFE else TILE)
-    copy_tokens(g_s, g, g_token, count, 64)
-    copy_tokens(keys, k, k_token, count, 64)
-    copy_tokens(queries, q, q_token, count, 64)
+    steps.copy_tokens(g_s, g, g_token, count, 64)
+    steps.copy_tokens(keys, k, k_token, count, 64)
+    steps.copy_tokens(queries, q, q_token, count, 64)
     async_copy.commit_group()
     return betas, g_s
 
@@ -438,10 +330,12 @@ def start_copies(rows, tokens, count, keys, queries, right, SAFE):
 def store_norms(keys, queries, norm_k_s, norm_q_s, scale):
     KH: gl.constexpr = keys.shape[0] // 64
     norm_k_s.reshape([4, 16]).store(
-        pair_norm_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+        steps.pair_norm_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
     )
     norm_q_s.reshape([4, 16]).store(
-        pair_norm_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True)
+        steps.pair_norm_factors(
+            reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, KEYS_FIRST=True, L2NORM=True
+        )
         * scale
     )
 
@@ -482,7 +376,7 @@ def weigh_keys(X, Aqk, keys, X_s, beta_s, place, row, zero):
     """Stores `inverse | Aqk` in the first rows of `place`, which it returns, and -w in place of the keys, from
     `block_inverses`."""
     X_s.reshape([4, 16, 32]).store(X)
-    X_left, X_right = step_inverses(X_s)
+    X_left, X_right = steps.step_inverses(X_s)
     columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
     # of each step
     beta_first = beta_s.slice(0, 32).load(columns)[None, :]
@@ -513,14 +407,49 @@ def weigh_keys(X, Aqk, keys, X_s, beta_s, place, row, zero):
     return place
 
 
+@gluon.jit
+def largest_of_rows(tile_s, factors_s):
+    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[2, 32]`; times
+    factors of each step's channels, unless that is None."""
+    KH: gl.constexpr = tile_s.shape[0] // 64
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 32], [1, 16, 2], [2, 2, 1], [2, 1, 0])
+    for h in gl.static_range(KH):
+        half_s = reinterpret(tile_s, gl.bfloat16, [KH, 64, 64], TILE).index(h)
+        x = gl.abs(widen(half_s.reshape([2, 32, 64]).load(ROWS)))
+        if factors_s is not None:
+            factors_h = reinterpret(factors_s, gl.float32, [KH, 128], FLAT).index(h).reshape([2, 64])
+            x *= factors_h.load(gl.SliceLayout(1, ROWS))[:, None, :]
+        rows = gl.reduce(x, 2, larger)
+        most = larger(most, rows) if h > 0 else rows  # noqa: F821 (the loop is unrolled)
+    return most
+
+
+@gluon.jit
+def does_forget(decay, largest_kb_s, largest_w, K):
+    """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing.
+    Of each step, with D = diag(exp(G_C - G_m)),
+
+        |M| = |D (I - kb^T w) diag(exp(G_m))| <= max exp(G_m) (max D + sum_i |D kb_i| |w_i|)
+
+    and norms of rows are at most `sqrt(K)` times their largest elements. Logarithms, as products would underflow."""
+    decays = gl.load(decay + gl.arange(0, 4 * K, layout=gl.BlockedLayout([K // 32], [32], [4], [0])))
+    most = gl.reduce(decays.reshape([2, 2, K]), 2, larger)
+    later = gl.arange(0, 2, layout=gl.SliceLayout(0, most.type.layout))[None, :] > 0
+    products = rounded_product(largest_w, largest_kb_s.reshape([2, 32]).load(largest_w.type.layout))
+    after = gl.sum(gl.where(later, most, 0.0), axis=1)
+    after += gl.convert_layout(K * gl.sum(products, axis=1), after.type.layout)
+    bound = log2(gl.sum(gl.where(later, 0.0, most), axis=1)) + log2(after)
+    return exp2(gl.sum(bound, axis=0)) * 1.01 <= FORGOTTEN
+
+
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_steps_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
-    tiles_d, decay, semaphores, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
+    tiles_d, decay, semaphores, forgets, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
     group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
-    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32, parts,
     K: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr, FLAGS: gl.constexpr, SAFE: gl.constexpr,
 ):  # fmt: skip
     """One chunk and value head; * goes to memory:
@@ -540,7 +469,7 @@ def prepare_steps_kernel(
     -w [64, K]               in the keys' place                 * -w
     """
     KH: gl.constexpr = K // 64
-    LAYOUT: gl.constexpr = part_layout(KH)
+    LAYOUT: gl.constexpr = steps.part_layout(KH)
     # as in `prepare`
     head, slot, tile = last_chunks_first(HV, not SAFE)
     if tile == 0:
@@ -550,12 +479,13 @@ def prepare_steps_kernel(
     # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
-        bias = load_bias(dt_bias, head, K)
-    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
+        bias = steps.load_bias(dt_bias, head, K)
+    batch, start, count, begin = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
     start = start.to(gl.int32)
+    to_end = count
     count = gl.minimum(count, 64).to(gl.int32)
     qk_head = head
     if group > 1:
@@ -582,10 +512,18 @@ def prepare_steps_kernel(
         bias_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     else:
         bias_s: gl.constexpr = None  # type: ignore[no-redef]
-
+    if forgets is not None:
+        after_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     rows, tokens = (q, k, g, beta), (q_token, k_token, g_token, beta_token)
     betas, g_s = start_copies(rows, tokens, count, keys, queries, right, SAFE)
+
+    # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
+    if forgets is None:
+        asked: gl.constexpr = -1
+    else:
+        # in one register, where a condition would take another
+        asked = gl.where(may_end_part(start - begin, to_end, parts), tile, -1) + gl.minimum(tile, 0)
 
     # nothing decays past the end
     unit_s.store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
@@ -605,9 +543,9 @@ def prepare_steps_kernel(
     store_norms(keys, queries, norm_k_s, norm_q_s, scale)
     if SAFE:
         fits: gl.constexpr = True
-        before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
+        before, middle = steps.decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
         if KH == 2:
-            after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
+            after, rest = steps.decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
     else:
         if GATE == "none" or KH == 1:
             # with the branch 8 or 16 B are spilled
@@ -616,10 +554,10 @@ def prepare_steps_kernel(
             likely = may_fit(bias_s, rate) if GATE == "softplus" and dt_bias is not None else start >= 0
         fits = likely
         if likely:
-            before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, False)
+            before, middle = steps.decay_sums(g_s, biases, rate, unit_s, 0, GATE, False)
             inside = middle >= LOWEST_HALF
             if KH == 2:
-                after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, False)
+                after, rest = steps.decay_sums(g_s, biases, rate, unit_s, 1, GATE, False)
                 inside = inside & (rest >= LOWEST_HALF)
             # whether no half of a step decays by more than a float32 holds; a NaN does
             far = gl.where(inside, 0, 1)
@@ -643,13 +581,16 @@ def prepare_steps_kernel(
             row += at_part[None, None, :, None] * K
         at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
+        if forgets is not None:
+            # from the references on. Always: past a branch the compiler would round the first row's products and sums apart
+            after_s.reshape([2, 2, 1, 64]).store(exp2(rest))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
-            parts = before - middle[:, :, :, None, :], after
+            exponents = before - middle[:, :, :, None, :], after
         else:
             until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
-            parts = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
-        decayed_parts(keys, queries, right, norm_k_s, norm_q_s, parts, SAFE and cu_seqlens is not None)
+            exponents = (before - until[:, :, :, None, :],)  # type: ignore[assignment]
+        decayed_parts(keys, queries, right, norm_k_s, norm_q_s, exponents, SAFE and cu_seqlens is not None)
         for h in gl.static_range(KH):
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
             store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
@@ -674,27 +615,30 @@ def prepare_steps_kernel(
     if not SAFE:
         zero = gl.zeros((64, 64), gl.float32, layout=ACC)
 
-    X = block_inverses(minus_A, blocks_s)
+    X = steps.block_inverses(minus_A, blocks_s)
     # the queries and the right operands have left
     tma.store_wait(0)
     barrier()
+    if asked >= 0:
+        # here, and where the norms were, there are registers for them
+        norm_k_s.reshape([2, 32]).store(largest_of_rows(right, after_s))
     place = weigh_keys(X, Aqk, keys, reinterpret(queries, gl.float32, [64, 32], STEP), beta_s, right, row, zero)
     for h in gl.static_range(KH):
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
+    if asked >= 0:
+        gl.store(forgets + asked, does_forget(decay, norm_k_s, largest_of_rows(keys, None), K).to(gl.int32))
     tma.store_wait(0)
 
 
 def prepare_steps(call: StageCall) -> Launch:
     problem = call.problem
     ctas, rows = grid(problem)
-    own = dict(call.left("decay", "semaphores"), tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS)
-    return Launch(
-        prepare_steps_kernel,
-        ctas,
-        *bind_div8(prepare_steps_kernel, problem, call.t, own),
-        num_warps=4,
-        # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
-        max_registers=96 if problem.K == 64 and problem.safe_gate else 128,
-        rows=rows,
+    own = dict(
+        **call.left("decay", "semaphores", "forgets"),
+        **dict(tiles_d=tiles(call.workspace["tiles"]), FLAGS=FLAGS),
+        parts=parts(problem, call.t.device) if "forgets" in call.workspace else None,
     )
+    # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
+    most = 96 if problem.K == 64 and problem.safe_gate else 128
+    return launch_div8(prepare_steps_kernel, ctas, problem, call.t, own, max_registers=most, rows=rows)

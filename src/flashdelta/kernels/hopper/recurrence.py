@@ -22,18 +22,18 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
+from ..shared.gluon.compat import copy_async, copy_tile
+from ..shared.gluon.math import column_halves, hidden_zero, wide
+from ..shared.gluon.steps import ACC_HALF, ROWS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import crossing_packet
 from ..shared.states import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
-from ..stages.launch import StageCall, checkpoint_arguments, packet_arguments, state_arguments
-from .device.compat import copy_async, copy_tile
+from ..stages.launch import StageCall, checkpoint_arguments, launch_div8, packet_arguments, state_arguments
 from .device.layouts import (
     ACC,
-    ACC_HALF,
     BV,
     LEFT,
     LINES,
-    ROWS,
     C,
     as_left,
     beside,
@@ -44,11 +44,11 @@ from .device.layouts import (
     store_transposed,
     to_lines,
 )
-from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, bind_div8, ctas, overlaps_prepare, stages, tiles, work_tiles
+from .device.wgmma import mma, mma_first
+from .launch import TILE, ctas, overlaps_prepare, parts, stages, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
 """A chunk as the loader describes it where checkpoints cut sequences: its first token, its tokens, the slot for the
@@ -331,17 +331,20 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
         at = own * state_pitch + state_offsets(head * K * V, value + hidden, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
+            given = 1 - tile.fresh
             in_start = key
             if checkpoint_every is not None or info is not None:
                 # plus a 0 as in `store_inside`, lest its addresses be kept over the loop over work tiles
                 in_start = key + gl.minimum(start, 0) * 16
             at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, in_start, K, V, True)
-            state0, state1 = load_halves(starts, at_start, 64, 1, K, STEPS)
+            state0, state1 = load_halves(starts, at_start, 64, given, K, STEPS)
         elif tile.carry_in:
             wait(semaphore - SLICES)
             at_start = state_offsets(-SLICES * (BV * K), in_slice, key, K, V, True)
             state0, state1 = load_halves(carry, at_start, 64, 1, K, STEPS)
         else:
+            if scheduler.forgets is not None:
+                read = gl.where(tile.first > 0, 0, read)
             state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
         if info is not None:
             total = tile.end - tile.begin
@@ -449,6 +452,9 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
                 if info is None:
                     done_token = start + i * C
                     done_count = (stop - done_token).to(gl.int32)
+                    if scheduler.forgets is not None:
+                        # the chunk that a fresh work tile begins with is another's
+                        done_count = gl.where(i < tile.fresh, 0, done_count)
                 else:
                     end = done_token + done_count
                     store_checkpoints(
@@ -467,6 +473,8 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
+        elif scheduler.forgets is not None:
+            stored = gl.where(tile.stop > 0, 0, stored)
         if tile.carry_out:
             store_halves(carry, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K, STEPS)
             signal(semaphore)
@@ -488,10 +496,10 @@ def recurrence_kernel(
     tiles_d, decay, v, o, h, v_new, cu_seqlens,
     checkpoint_offsets, checkpoint_indices, checkpoint_states, checkpoint_every,
     checkpoint_rows, checkpoint_pitch, carry, semaphores,
-    first_segment, starts, border, packet, initial_state, final_state, state_indices, has_initial_state,
+    first_segment, starts, forgets, border, packet, initial_state, final_state, state_indices, has_initial_state,
     lowest: gl.int32, pool_slots: gl.int32, has_initial: gl.int32, has_final: gl.int32, state_pitch: gl.int64,
     T: gl.int32, N: gl.int32, HV: gl.int32, slots: gl.int32, checkpoints: gl.int32,
-    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32,
+    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32, parts,
     K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, H_V_FIRST: gl.constexpr, STAGES: gl.constexpr,
     STREAM_K: gl.constexpr, STEPS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
@@ -514,8 +522,9 @@ def recurrence_kernel(
         tile_range = stream_k_range(cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, SLICES)
         carry += gl.program_id(0) * (BV * K)
         semaphores += gl.program_id(0)
+    PARTS = 1 if forgets is None or first_segment is not None else parts
     scheduler = TileScheduler(
-        tile_range, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, SLICES
+        tile_range, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, SLICES, forgets, PARTS
     )
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
@@ -529,14 +538,10 @@ def recurrence_kernel(
     for_next = (border, packet)
     states = (initial_state, final_state, state_pitch, has_initial, has_final, pool, at_checkpoints, for_next)
     starting = (carry, semaphores, starts)
-    gl.warp_specialize(
-        [
-            (compute, (ring, info, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
-            (load, (tiles_d, decay, v, ring, info, scheduler, target, in_v, K, STEPS, OUTPUT)),
-        ],
-        [1],
-        [96],
-    )
+    gl.warp_specialize([
+        (compute, (ring, info, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
+        (load, (tiles_d, decay, v, ring, info, scheduler, target, in_v, K, STEPS, OUTPUT)),
+    ], [1], [96])  # fmt: skip
 
 
 FULL_WAVE = 0.9
@@ -566,23 +571,18 @@ def recurrence(
     """The launch of the recurrence. With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after
     `prepare_steps`."""
     problem, t = call.problem, call.t
-    most = ctas(problem.V // TILE, t.device)
+    most, at_once = ctas(problem.V // TILE, t.device), parts(problem, t.device)
     overlaps = not steps and overlaps_prepare(call)
     fetched = 1 + (2 * problem.K // TILE + 1 if o is None else tiles_of_chunk(problem.K, steps))
     own = dict(
-        **call.left("decay", "carry", "semaphores", "first_segment", "starts"),
+        **call.left("decay", "carry", "semaphores", "first_segment", "starts", "forgets"),
         **dict(tiles_d=tiles(call.workspace["tiles"]), o=o, h=h, v_new=v_new),
         **dict(checkpoint_arguments(problem, t) | packet_arguments(call) | state_arguments(problem, t, final_state)),
         H_V_FIRST=problem.state_v_first or v_new is not None,
         # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
         STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
         STREAM_K=not call.may_split and stream_k_pays(problem, most),
-        **dict(STEPS=steps, OVERLAPS=overlaps),
+        **dict(parts=at_once if "forgets" in call.workspace else None, STEPS=steps, OVERLAPS=overlaps),
     )
-    return Launch(
-        recurrence_kernel,
-        most if call.may_split and problem.N > 0 else min(work_tiles(problem), most),
-        *bind_div8(recurrence_kernel, problem, t, own),
-        num_warps=4,
-        overlaps=overlaps,
-    )
+    used = most if call.may_split and problem.N > 0 else min(work_tiles(problem) * at_once, most)
+    return launch_div8(recurrence_kernel, used, problem, t, own, overlaps=overlaps)

@@ -10,23 +10,25 @@ one MMA and, rounded to bf16, register operands of the next.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
+from ..shared.gluon.compat import copy_async, copy_tile
+from ..shared.gluon.math import hidden_zero, wide
+from ..shared.gluon.steps import ROWS
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import crossing_packet
 from ..shared.states import state_offsets
-from ..stages.backward_pass import ReverseScan
-from .device.compat import copy_async, copy_tile
+from ..stages.launch import StageCall, launch_div8
 from .device.layouts import (
     ACC,
     BV,
     LEFT,
     LINES,
-    ROWS,
     C,
     as_left,
     load_halves,
@@ -36,10 +38,10 @@ from .device.layouts import (
     store_transposed,
     to_lines,
 )
-from .device.math import hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring
 from .device.tile_scheduler import TileScheduler, rows_before
-from .launch import TILE, bind_div8, ctas, stages, tiles, work_tiles
+from .device.wgmma import mma, mma_first
+from .launch import TILE, ctas, stages, tiles, work_tiles
 
 
 @gluon.jit
@@ -216,26 +218,19 @@ def reverse_kernel(
 ):  # fmt: skip
     ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 1)
     staging_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
-    scheduler = TileScheduler(None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV)
+    scheduler = TileScheduler(None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV, None, 1)
     strides = (o_batch, o_token, o_head)
     outputs = (grad_v_new, grad_h, grad_initial, border, packet)
     between = (offsets, ends)
-    gl.warp_specialize(
-        [
-            (
-                compute,
-                (ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler, K, V, V_FIRST),
-            ),
-            (load, (tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K)),
-        ],
-        [1],
-        [96],
-    )
+    gl.warp_specialize([
+        (compute, (ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler, K, V, V_FIRST)),
+        (load, (tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K)),
+    ], [1], [96])  # fmt: skip
 
 
-def reverse(problem: ChunkProblem, t: ChunkTensors, arch: int, scan: ReverseScan) -> Launch:
-    most, left = ctas(problem.V // TILE, t.device), scan.kept.workspace
-    own = dict(tiles_d=tiles(left["tiles"]), decay=left["decay"], **scan.arguments(problem, t))
+def reverse(call: StageCall, own: dict[str, Any]) -> Launch:
+    problem, most = call.problem, ctas(call.problem.V // TILE, call.t.device)
+    used = most if own["ends"] is not None and problem.N > 0 else min(work_tiles(problem), most)
+    own = dict(own, tiles_d=tiles(call.workspace["tiles"]), decay=call.workspace["decay"])
     own["STAGES"] = stages(problem, 3 * problem.K // TILE + 2, beside=1)
-    used = most if scan.kept.split and problem.N > 0 else min(work_tiles(problem), most)
-    return Launch(reverse_kernel, used, *bind_div8(reverse_kernel, problem, t, own), num_warps=4)
+    return launch_div8(reverse_kernel, used, problem, call.t, own)

@@ -15,32 +15,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from ...program.launch import Launch
 from ...program.plan import Outputs, Step
 from ..shared.gates import decay_rate
+from ..shared.gluon import steps
+from ..shared.gluon.compat import barrier, reinterpret
+from ..shared.gluon.math import beta_value, exp2, gate_bias, gate_unit, token_offset, wide
+from ..shared.gluon.steps import ACC_HALF, FLAT, ROWS, SQUARE, STEP, TILE
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..shared.sequences import own_work_tile
 from ..shared.states import sequence_slot
 from ..stages.backward_pass import StageSet
-from ..stages.launch import state_arguments
-from .device.compat import barrier, reinterpret
-from .device.layouts import ACC, ACC_HALF, BV, LEFT, ROWS, C, as_left, beside, store_transposed
-from .device.math import beta_value, exp2, gate_bias, gate_unit, mma, mma_first, token_offset, wide
-from .launch import bind_div8
-from .prepare import FLAT, TILE, copy_tokens, load_bias
-from .prepare_steps import (
-    SQUARE,
-    STEP,
-    block_inverses,
-    decay_sums,
-    decayed_parts,
-    masked_pairs,
-    part_layout,
-    products,
-    start_copies,
-    store_norms,
-    weigh_keys,
-)
+from ..stages.launch import launch_div8, state_arguments
+from .device.layouts import ACC, BV, LEFT, C, as_left, beside, store_transposed
+from .device.wgmma import mma, mma_first
+from .prepare_steps import decayed_parts, masked_pairs, products, start_copies, store_norms, weigh_keys
 
 
 @gluon.jit
@@ -49,9 +37,9 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
     keys, queries, right, place, decay = chunk
     biases = 0.0
     if dt_bias is not None:
-        bias = load_bias(dt_bias, head, 128)
+        bias = steps.load_bias(dt_bias, head, 128)
     betas, g_s = start_copies(rows, tokens, count, keys, queries, right, True)
-    copy_tokens(v_s, v, v_token, count, 64)
+    steps.copy_tokens(v_s, v, v_token, count, 64)
     async_copy.commit_group()
 
     norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -66,12 +54,12 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
         # where decays will be: there is room for three CTAs, and no more
         bias_s = reinterpret(decay, gl.float32, [128], FLAT)
         bias_s.store(gate_bias(bias, rate, GATE))
-        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, part_layout(2))))
+        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, steps.part_layout(2))))
         biases = bias_s.reshape([2, 64]).load(columns_l)[:, None, None, None, :]
     async_copy.wait_group(1)
     store_norms(keys, queries, norm_k_s, norm_q_s, scale)
-    before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
-    after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
+    before, middle = steps.decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
+    after, rest = steps.decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
     # `[half, step, part, channel]`
     decay = decay.reshape([2, 2, 2, 64]).permute((2, 0, 1, 3))
     decay.slice(0, 1, 2).store(exp2(middle))
@@ -81,7 +69,7 @@ def prepare_chunk(chunk, rows, tokens, v_s, v, v_token, dt_bias, head, rate, cou
     A, Aqk = products(keys, queries, right, zero)
     # anew: there are no registers for it before
     minus_A, Aqk = masked_pairs(A, Aqk, beta_s.load(gl.SliceLayout(1, ACC_HALF)), row[:, None])
-    X = block_inverses(minus_A, reinterpret(place, gl.float32, [64, 16], SQUARE))
+    X = steps.block_inverses(minus_A, reinterpret(place, gl.float32, [64, 16], SQUARE))
     async_copy.wait_group(0)
     weigh_keys(X, Aqk, keys, reinterpret(place, gl.float32, [64, 32], STEP), beta_s, place, row[:, None], zero)
 
@@ -117,30 +105,60 @@ def store_slice(states, state0, state1, K, V, V_FIRST):
 
 
 @gluon.jit
+def by_threads(state):
+    """`[64, 64]` as `[8, 128, 4]`; no data moves between threads."""
+    return state.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([8, 128, 4])
+
+
+@gluon.jit
+def carried_pointers(carry, half: gl.constexpr):
+    """Pointers to a half of a slice's state between chunks, `[8, 128, 4]`: 16 bytes of each thread side by side."""
+    layout: gl.constexpr = by_threads(gl.zeros((64, 64), gl.float32, layout=ACC)).type.layout
+    eight = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    return carry + (thread * 4 + four) + (eight * 512 + half * 4096)
+
+
+@gluon.jit
+def carry_in(carry, half: gl.constexpr):
+    state = gl.load(carried_pointers(carry, half)).reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(state.reshape([64, 64]), ACC, assert_trivial=True)
+
+
+@gluon.jit
+def carry_out(carry, half: gl.constexpr, state):
+    gl.store(carried_pointers(carry, half), by_threads(state))
+
+
+@gluon.jit
 def decayed_state(state, decay, i: gl.constexpr):
     return state * decay.slice(64 * i, 64).load(gl.SliceLayout(0, ACC))[None, :]
 
 
 @gluon.jit
-def step(chunk, i: gl.constexpr, state0, state1, v_s):
+def step(chunk, i: gl.constexpr, state0, state1, v_s, known):
     """Step `i` of `recurrence`: the states after it, and `o^T [64, 32]` in bf16. One half of the keys after the other, so that
-    their operands have the same registers."""
+    their operands have the same registers. `known`: 0 if the state is zero, which then is not multiplied."""
     keys, queries, right, place, decay = chunk
     ROW: gl.constexpr = 32 * i
     zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
     pairs = place.slice(ROW, 32)
     v_t = v_s.slice(ROW, 32).permute((1, 0)).load(LEFT)
     v_new = mma_first(v_t, pairs.slice(0, 32, 1).permute((1, 0)), zero)
-    state0 = decayed_state(state0, decay, 4 * i)
-    left = as_left(state0)
-    v_new = mma(left, keys.slice(ROW, 32).permute((1, 0)), v_new)
-    out = mma_first(left, queries.slice(ROW, 32).permute((1, 0)), zero)
-    v_new, out, left, v_t = warpgroup_mma_wait(0, deps=[v_new, out, left, v_t])
-    state1 = decayed_state(state1, decay, 4 * i + 1)
-    left = as_left(state1)
-    v_new = mma(left, keys.slice(64 + ROW, 32).permute((1, 0)), v_new)
-    out = mma(left, queries.slice(64 + ROW, 32).permute((1, 0)), out)
-    v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
+    v_new, v_t = warpgroup_mma_wait(0, deps=[v_new, v_t])
+    out = zero
+    if known != 0:
+        state0 = decayed_state(state0, decay, 4 * i)
+        left = as_left(state0)
+        v_new = mma(left, keys.slice(ROW, 32).permute((1, 0)), v_new)
+        out = mma_first(left, queries.slice(ROW, 32).permute((1, 0)), zero)
+        v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
+        state1 = decayed_state(state1, decay, 4 * i + 1)
+        left = as_left(state1)
+        v_new = mma(left, keys.slice(64 + ROW, 32).permute((1, 0)), v_new)
+        out = mma(left, queries.slice(64 + ROW, 32).permute((1, 0)), out)
+        v_new, out, left = warpgroup_mma_wait(0, deps=[v_new, out, left])
     left = as_left(v_new)
     state0 = mma(left, right.slice(ROW, 32), state0)
     out = mma(left, pairs.slice(32, 32, 1).permute((1, 0)), out)
@@ -216,13 +234,14 @@ def short_kernel(
             carried = carry + (gl.program_id(0).to(gl.int64) * (K * V) + s * (BV * K))
             state0, state1 = zero, zero
             if first > 0:
-                state0, state1 = load_slice(carried, K, V, True)
+                state0, state1 = carry_in(carried, 0), carry_in(carried, 1)
             elif read != 0:
                 state0, state1 = load_slice(initial_state + (in_states + s * NEXT), K, V, V_FIRST)
-            state0, state1, out0 = step(chunk, 0, state0, state1, slice_s)
-            state0, state1, out1 = step(chunk, 1, state0, state1, slice_s)
+            state0, state1, out0 = step(chunk, 0, state0, state1, slice_s, first + read)
+            state0, state1, out1 = step(chunk, 1, state0, state1, slice_s, 1)
             if first + C < length:
-                store_slice(carried, state0, state1, K, V, True)
+                carry_out(carried, 0, state0)
+                carry_out(carried, 1, state1)
             elif stored != 0:
                 store_slice(final_state + (in_states + s * NEXT), state0, state1, K, V, V_FIRST)
             row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
@@ -237,11 +256,7 @@ def short(stages: StageSet, outputs: Outputs, own: Tensor | None = None) -> list
     """The launch of a forward, as `StageSet.forward`. A state between chunks has room of each CTA's own."""
     problem, t = stages.problem, stages.t
     states = (problem.N * problem.HV * problem.K * problem.V,)
-    given = dict(
-        o=outputs["o"] if own is None else own,
-        carry=t.memory.new(states, torch.float32),
-        **state_arguments(problem, t, outputs.get("final_state")),
-    )
-    arguments = bind_div8(short_kernel, problem, t, given)
+    given = dict(o=outputs["o"] if own is None else own, carry=t.memory.new(states, torch.float32))
+    given |= state_arguments(problem, t, outputs.get("final_state"))
     # three CTAs on an SM
-    return [Launch(short_kernel, problem.N * problem.HV, *arguments, num_warps=4, max_registers=168)]
+    return [launch_div8(short_kernel, problem.N * problem.HV, problem, t, given, max_registers=168)]

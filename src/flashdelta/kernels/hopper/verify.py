@@ -28,6 +28,7 @@ from ...problem.problem import StepProblem, StepTensors
 from ...program.launch import REGISTERS, Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import AHEAD, beta_of, decay_rate, log2_decay
+from ..shared.gluon.math import dot3, multiply, pick, store_parts
 from ..shared.mma import two_parts
 from ..shared.norms import L2_EPS
 from ..shared.records import COUNTS, open_record, record_values, store_decay_and_key
@@ -35,9 +36,7 @@ from ..shared.scalars import SCALARS
 from ..shared.sequences import at_token, end_of_few, own_work_tile
 from ..shared.states import everywhere, start_slot
 from ..stages.decode import step_arguments
-from ..stages.launch import Config, launch
-from .device.math import dot3, multiply, pick, store_parts
-from .launch import aligned
+from ..stages.launch import Config, aligned, launch
 
 STEP = gl.constexpr(32)
 """Key channels of the state that are loaded at a time: 8 MMAs deep, of which a thread has 4 adjacent ones, twice."""

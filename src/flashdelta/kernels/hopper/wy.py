@@ -2,7 +2,8 @@
 of its matrices. One CTA of 8 warps per (chunk, value head), or a persistent one per SM.
 
 Contract: as `triton/wy.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
-chunk by chunk without gaps. With `T = M diag(beta)` nothing needs T itself: `T^T x = beta (M^T x)`.
+chunk by chunk without gaps. With `T = M diag(beta)` nothing needs T itself: `T^T x = beta (M^T x)`. A training step's parts of
+dq are bfloat16, those of dk float16, each half of a row divided by its largest element, `size_k [B, T, HV, 2]`.
 
 All operands of a chunk are in shared memory at once; they arrive in the order in which they are needed, and results take
 their places. A persistent CTA loads each operand of its next tile as soon as the place is no longer needed, and stores large
@@ -11,7 +12,6 @@ results through the places that are needed last: otherwise all CTAs would wait f
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -22,30 +22,21 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
 
-from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
+from ...problem.problem import ChunkProblem, ChunkTensors, WyProblem, WyTensors
 from ...program.launch import Launch, sm_count
 from ...program.plan import Outputs
 from ..shared.gates import LOG2E, decay_rate
+from ..shared.gluon.compat import barrier, reinterpret
+from ..shared.gluon.math import beta_value, decay_bias, exp2, norm_factors, reciprocal, token_offset, wide
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import AXES, chunks
-from ..stages.wy import Parts, WyOperands, wy_results
-from .device.compat import barrier, reinterpret
-from .device.layouts import C, copy_rows, row_column, row_partials, store_rows
-from .device.math import (
-    beta_value,
-    decay_bias,
-    exp2,
-    norm_factors,
-    opaque_indices,
-    store_decays,
-    token_offset,
-    weighted_sums,
-    wide,
-)
+from ..stages.launch import AXES, StageCall, chunks, launch_div8, stride_div8
+from ..stages.wy import wy_operands, wy_results
+from .device.layouts import C, copy_rows, half_rows, row_column, row_partials, store_rows
 from .device.pipeline import make_channel, next_phase
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
 from .device.tma import load_tiles, tma_store, wait_tiles
-from .launch import TILE, bind_div8, describe, stride_div8
+from .device.wgmma import opaque_indices, store_decays, weighted_sums
+from .launch import TILE, describe
 
 
 @gluon.jit
@@ -74,7 +65,7 @@ def operand(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def wy_kernel(
     q, k, g, v, beta, A_log, dt_bias, cu_seqlens, Akk_inv, h, v_new, grad_o, grad_v_new, grad_h, g_d, grad_q,
-    grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk, size_k, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32,
     rows: gl.int32, tile_count: gl.int32, q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32,
     k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32, g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
@@ -87,7 +78,7 @@ def wy_kernel(
     channels. dx is the gradient of x (docs/backward.md); * goes to memory:
 
         arrive   M, v, dv'     dv = M^T dv'   [64, V]        dM = dv' v^T              [64, 64]
-                 g             exp G, from sums of log decays or from G itself
+                 g             exp G, from sums of log decays or from G itself; of a step also G_C - G, to shared memory
                                                              * dv = beta dv, dbeta = <dv, v>
                  k, q, S       dw = -dv' S^T  [64, K]
                                dkG = M^T dw   [64, K]        dM += dw (k exp G)^T
@@ -95,13 +86,12 @@ def wy_kernel(
                  do, v', dS'   dqg = do S^T,  dkg = v' dS'^T [64, K]                   * dAqk = do v'^T
                                                              * dq, dk, dG
 
-    A persistent CTA loads the next tile's M, v, dv' when dA is done, S after the last MMA, g, k, q when dG is known, and do,
-    v', dS' during the next tile's first MMAs, as dq, dk and dG leave through their places.
+    A persistent CTA loads the next tile's M, v, dv' and a bf16 g when dA is done, S after the last MMA, k, q and other g when
+    dG is known, and do, v', dS' during the next tile's first MMAs, as dq, dk and dG leave through their places.
 
     `GATE` may be "cumulative" or "cumulative_log2": `g` holds the sums of log decays. `rows`: chunks that `h` and `grad_h`
-    have; a packed sequence's chunk past them is left out. `PERSISTENT`: for sums of log decays and fixed lengths; tensor
-    descriptors stand for q, k, v, `Akk_inv`, `h`, `v_new`, `grad_o`, `grad_v_new`, `grad_h`, `grad_q`, `grad_k` and
-    `grad_G`, and `g_d` is that of g.
+    have; a packed sequence's chunk past them is left out. `PERSISTENT`: for fixed lengths; tensor descriptors stand for
+    q, k, v, `Akk_inv`, `h`, `v_new`, `grad_o`, `grad_v_new`, `grad_h`, `grad_q`, `grad_k` and `grad_G`, and `g_d` is that of g.
     """
     SUMMED: gl.constexpr = GATE == "cumulative" or GATE == "cumulative_log2"
     key_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])  # version, warps, instruction
@@ -120,7 +110,7 @@ def wy_kernel(
     value_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    gl.static_assert(not PERSISTENT or (SUMMED and cu_seqlens is None and K == V))
+    gl.static_assert(not PERSISTENT or (cu_seqlens is None and K == V))
     index = first_tile()
     if PERSISTENT:
         tile = dense_chunk_tile(index, slots, T, HV)
@@ -136,7 +126,11 @@ def wy_kernel(
 
     h_rows: gl.constexpr = V if V_FIRST else K
     h_columns: gl.constexpr = K if V_FIRST else V
-    g_s = operand(g.dtype.element_ty, C, K)
+    sums_s = operand(gl.float32, C, K)
+    grad_w_s = operand(gl.bfloat16, C, K)
+    # a place that is free again halfway
+    HALFWAY: gl.constexpr = g.dtype.element_ty == gl.bfloat16
+    g_s = grad_w_s if HALFWAY else sums_s
     q_s = operand(gl.bfloat16, C, K)
     k_s = operand(gl.bfloat16, C, K)
     v_s = operand(gl.bfloat16, C, V)
@@ -147,7 +141,6 @@ def wy_kernel(
     M_s = operand(gl.bfloat16, C, C)
     h_s = operand(gl.bfloat16, h_rows, h_columns)
     grad_h_s = operand(gl.bfloat16, h_rows, h_columns)
-    grad_w_s = operand(gl.bfloat16, C, K)
     k_exp_g_s = operand(gl.bfloat16, C, K) if V < K else reinterpret(v_s, gl.bfloat16, [C, K], key_s)
     # each thread's own, out of registers while these are scarce
     dbeta_s = gl.allocate_shared_memory(gl.float32, [C, 2, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -164,10 +157,7 @@ def wy_kernel(
     first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
     # in units of 8 elements
     g_row = g + token_offset(tile.batch, tile.start, tile.head, g_batch, g_token, g_head) * 8
-    beta_row0 = beta + token_offset(tile.batch, tile.start, tile.head, beta_batch, beta_token, beta_head)
     if PERSISTENT:
-        # volatile: else the compiler moves the load to where it is needed
-        raw = gl.load(beta_row0 + row * beta_token, mask=row < tile.count, other=0.0, volatile=True)
         matrix = (make_channel(Akk_inv, M_s),)
         values = (make_channel(v, v_s), make_channel(grad_v_new, grad_v_new_s))
         sums = (make_channel(g_d, g_s),)
@@ -181,33 +171,6 @@ def wy_kernel(
         load_tiles(sums, tile.batch, tile.start, tile.head, True)
         load_tiles(keys, tile.batch, tile.start, qk_head, True)
         load_tiles(states, tile.chunk, tile.head, 0, True)
-    else:
-        q += token_offset(tile.batch, tile.start, qk_head, q_batch, q_token, q_head) * 8
-        k += token_offset(tile.batch, tile.start, qk_head, k_batch, k_token, k_head) * 8
-        v += token_offset(tile.batch, tile.start, tile.head, v_batch, v_token, v_head) * 8
-        grad_o += token_offset(tile.batch, tile.start, tile.head, o_batch, o_token, o_head) * 8
-        state = (wide(tile.chunk, HV) + tile.head) * (K * V)
-        copy_rows(M_s, Akk_inv + first_row * C, square_stride, tile.count)
-        async_copy.commit_group()
-        copy_rows(v_s, v, v_token * 8, tile.count)
-        copy_rows(grad_v_new_s, grad_v_new + first_row * V, value_stride, tile.count)
-        async_copy.commit_group()
-        # volatile, and a barrier: else the compiler moves these loads behind all copies, where they queue
-        raw = gl.load(beta_row0 + row * beta_token, mask=row < tile.count, other=0.0, volatile=True)
-        if not SUMMED:
-            rate = decay_rate(A_log, tile.head, volatile=True)
-            bias = decay_bias(dt_bias, tile.head, rate, column, K, GATE, volatile=True)
-        barrier()
-        copy_rows(g_s, g_row, g_token * 8, tile.count)
-        async_copy.commit_group()
-        copy_rows(k_s, k, k_token * 8, tile.count)
-        copy_rows(h_s, h + state, h_columns, h_rows)
-        async_copy.commit_group()
-        copy_rows(grad_o_s, grad_o, o_token * 8, tile.count)
-        copy_rows(v_new_s, v_new + first_row * V, value_stride, tile.count)
-        copy_rows(grad_h_s, grad_h + state, h_columns, h_rows)
-        copy_rows(q_s, q, q_token * 8, tile.count)
-        async_copy.commit_group()
 
     phase = 0
     # loop-invariant values are not hoisted: they would spill, and with all shared memory in use the L1 cache is small
@@ -215,12 +178,41 @@ def wy_kernel(
         valid = (row < tile.count)[:, None]
         # 0, which the compiler can't see: offsets with it are worked out where they are needed, not kept over the loop
         nothing = gl.minimum(tile.count, 0)
+        if not PERSISTENT:
+            q += token_offset(tile.batch, tile.start, qk_head, q_batch, q_token, q_head) * 8
+            k += token_offset(tile.batch, tile.start, qk_head, k_batch, k_token, k_head) * 8
+            v += token_offset(tile.batch, tile.start, tile.head, v_batch, v_token, v_head) * 8
+            grad_o += token_offset(tile.batch, tile.start, tile.head, o_batch, o_token, o_head) * 8
+            state = (wide(tile.chunk, HV) + tile.head) * (K * V)
+            copy_rows(M_s, Akk_inv + first_row * C, square_stride, tile.count)
+            async_copy.commit_group()
+            copy_rows(v_s, v, v_token * 8, tile.count)
+            copy_rows(grad_v_new_s, grad_v_new + first_row * V, value_stride, tile.count)
+            async_copy.commit_group()
+        # volatile: else the compiler moves these loads to where they are needed, or behind all copies, where they queue
+        in_betas = token_offset(tile.batch, tile.start, tile.head, beta_batch, beta_token, beta_head) + row * beta_token
+        raw = gl.load(beta + in_betas, mask=row < tile.count, other=0.0, volatile=True)
+        if not SUMMED:
+            rate = decay_rate(A_log, tile.head, volatile=True)
+            bias = decay_bias(dt_bias, tile.head, rate, column, K, GATE, volatile=True)
+        if not PERSISTENT:
+            barrier()
+            copy_rows(g_s, g_row, g_token * 8, tile.count)
+            async_copy.commit_group()
+            copy_rows(k_s, k, k_token * 8, tile.count)
+            copy_rows(h_s, h + state, h_columns, h_rows)
+            async_copy.commit_group()
+            copy_rows(grad_o_s, grad_o, o_token * 8, tile.count)
+            copy_rows(v_new_s, v_new + first_row * V, value_stride, tile.count)
+            copy_rows(grad_h_s, grad_h + state, h_columns, h_rows)
+            copy_rows(q_s, q, q_token * 8, tile.count)
+            async_copy.commit_group()
+        if PERSISTENT:
+            wait_tiles(matrix, phase)
+        elif SUMMED:
+            async_copy.wait_group(4)
         if SUMMED:
             # the operator promises nothing of what is right of the diagonal
-            if PERSISTENT:
-                wait_tiles(matrix, phase)
-            else:
-                async_copy.wait_group(4)
             copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
             M_row, M_column = row_column(C, C, copy_l)
             M_s.store(gl.where(M_row >= M_column, M_s.load(copy_l), 0.0).to(gl.bfloat16))
@@ -234,34 +226,32 @@ def wy_kernel(
         dM = warpgroup_mma(grad_v_new_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
 
         if PERSISTENT:
-            # last, as results of the tile before must have left these places
-            tma.store_wait(0)
-            barrier()
-            load_tiles(outputs, tile.batch, tile.start, tile.head, True)
-            load_tiles(later_states, tile.chunk, tile.head, 0, True)
             wait_tiles(sums, phase)
         else:
             async_copy.wait_group(2)
         if SUMMED:
             unit: gl.constexpr = 1.0 if GATE == "cumulative_log2" else LOG2E
-            exp_g = exp2(g_s.load(key_l) * unit)
+            exp_g = exp2(sums_s.load(key_l) * unit)
         else:
-            # in place of what they are worked out from
-            if g.dtype.element_ty == gl.bfloat16:
-                high_s = reinterpret(g_s, gl.float16, [C, K], half_s)
-                low_s = reinterpret(grad_w_s, gl.float16, [C, K], half_s)
-            else:
-                both_s = reinterpret(g_s, gl.float16, [2, C, K], half_s)
-                high_s = both_s.index(0)
-                low_s = both_s.index(1)
+            both_s = reinterpret(sums_s, gl.float16, [2, C, K], half_s)
+            high_s = both_s.index(0)
+            low_s = both_s.index(1)
             store_decays(high_s, low_s, g_s.load(key_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
             i, s = opaque_indices(T, N, dot_l)
             up_to = gl.where(s <= i, 1.0, 0.0).to(gl.float16)
             beyond = gl.where(s > i, 1.0, 0.0).to(gl.float16)
             before = weighted_sums(up_to, high_s, low_s, key_zero)
             after = weighted_sums(beyond, high_s, low_s, key_zero)
-            before, after, _, _ = warpgroup_mma_wait(0, deps=[before, after, up_to, beyond])
+            before, after, _, _, _ = warpgroup_mma_wait(0, deps=[before, after, up_to, beyond, sums_s])
+            # out of registers, which are scarce in between
+            sums_s.store(after)
             exp_g = exp2(before)
+        if PERSISTENT:
+            # last, as results of the tile before must have left these places
+            tma.store_wait(0)
+            barrier()
+            load_tiles(outputs, tile.batch, tile.start, tile.head, True)
+            load_tiles(later_states, tile.chunk, tile.head, 0, True)
 
         square_row, square_column = row_column(C, C, square_l)
         dM, dv = warpgroup_mma_wait(0, deps=[dM, dv])
@@ -299,7 +289,6 @@ def wy_kernel(
         dkG *= exp_g
         kn = k_s.load(key_l).to(gl.float32) * norm_k
         dbeta = dbeta_s.load(partials_l) + row_partials(dkG * kn, partials_l)
-        dkG *= betas[:, None]
         beta_row = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, partials_l))) + nothing
         gl.store(
             grad_beta + first_row + beta_row * HV, gl.sum(gl.sum(dbeta, axis=2), axis=1), mask=beta_row < tile.count
@@ -309,7 +298,7 @@ def wy_kernel(
         fence_async_shared()
         A = warpgroup_mma(square_s, M_T, square_zero, use_acc=False)
         A = gl.where(square_row > square_column, -A, 0.0)
-        store_rows(grad_A + first_row * C, square_stride, A, tile.count, None)
+        store_rows(grad_A + first_row * C, square_stride, A, tile.count, square_s)
 
         if PERSISTENT:
             index = next_tile(index)
@@ -319,6 +308,8 @@ def wy_kernel(
             barrier()
             load_tiles(matrix, following.batch, following.start, following.head, more)
             load_tiles(values, following.batch, following.start, following.head, more)
+            if HALFWAY:
+                load_tiles(sums, following.batch, following.start, following.head, more)
             wait_tiles(outputs, phase)
             wait_tiles(later_states, phase)
         else:
@@ -333,30 +324,28 @@ def wy_kernel(
         if grad_Aqk is not None:
             dqg, dkg, Aqk, _, _, _, _ = warpgroup_mma_wait(0, deps=[dqg, dkg, Aqk, grad_o_s, v_new_s, h_s, grad_h_s])
             Aqk = gl.where(square_row >= square_column, Aqk, 0.0)
-            store_rows(grad_Aqk + first_row * C, square_stride, Aqk, tile.count, None)
+            square_s = reinterpret(v_new_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
+            store_rows(grad_Aqk + first_row * C, square_stride, Aqk, tile.count, square_s)
         else:
             dqg, dkg, _, _, _, _ = warpgroup_mma_wait(0, deps=[dqg, dkg, grad_o_s, v_new_s, h_s, grad_h_s])
         if PERSISTENT:
             fence_async_shared()
             barrier()
             load_tiles(states, following.chunk, following.head, 0, more)
-            beta_row0 = beta + token_offset(
-                following.batch, following.start, following.head, beta_batch, beta_token, beta_head
-            )
-            in_betas = (row + nothing) * beta_token
-            raw = gl.load(beta_row0 + in_betas, mask=more & (row < following.count), other=0.0, volatile=True)
         norm_q = norm_factors(q_s.load(key_l).to(gl.float32), L2NORM)
         dqg *= exp_g * scale
         if PERSISTENT:
             tma_store(grad_q, tile.batch, tile.start, tile.head, dqg, grad_h_s)
         else:
-            store_rows(grad_q + first_row * K, key_stride, dqg, tile.count, None)
+            dq_s = reinterpret(h_s, gl.bfloat16, [C, K], key_s)
+            store_rows(grad_q + first_row * K, key_stride, dqg, tile.count, dq_s)
         G = q_s.load(key_l).to(gl.float32) * norm_q * dqg
         kn = k_s.load(key_l).to(gl.float32) * norm_k
+        dkG *= betas[:, None]
         G += kn * dkG
+        after = sums_s.load(key_l)
         if SUMMED:
-            # from memory once more: registers are scarce in between
-            after = gl.where(valid, end - g_s.load(key_l), 0.0) * unit
+            after = gl.where(valid, end - after, 0.0) * unit
         dkg *= exp2(after)
         # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
         last = (row == tile.count - 1)[:, None]
@@ -367,43 +356,50 @@ def wy_kernel(
             tma.store_wait(0)
             fence_async_shared()
             barrier()
-            load_tiles(sums, following.batch, following.start, following.head, more)
+            if not HALFWAY:
+                load_tiles(sums, following.batch, following.start, following.head, more)
             load_tiles(keys, following.batch, following.start, following.head // group, more)
-            tma_store(grad_k, tile.batch, tile.start, tile.head, dkG + dkg, late_s)
             tma_store(grad_G, tile.batch, tile.start, tile.head, G, grad_h_s)
+        else:
+            store_rows(grad_G + first_row * K, key_stride, G, tile.count, None)
+        dkg += dkG
+        if size_k is not None:
+            # float16 holds the quotients to 11 bits
+            dk = half_rows(dkg)
+            size = gl.maximum(gl.max(gl.abs(dk), axis=2), 1e-30)
+            dk *= reciprocal(size)[:, :, None]
+            dkg = gl.convert_layout(dk.reshape([C, K]), key_l, assert_trivial=True)
+            size_l: gl.constexpr = size.type.layout
+            size_row, half = row_column(C, 2, size_l)
+            gl.store(size_k + (first_row + size_row * HV) * 2 + half, size, mask=size_row < tile.count)
+        if PERSISTENT:
+            tma_store(grad_k, tile.batch, tile.start, tile.head, dkg, late_s)
             tile = following
             first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
             g_row = g + token_offset(tile.batch, tile.start, tile.head, g_batch, g_token, g_head) * 8
             phase = next_phase(phase)
         else:
-            store_rows(grad_k + first_row * K, key_stride, dkG + dkg, tile.count, None)
-            store_rows(grad_G + first_row * K, key_stride, G, tile.count, None)
+            dk_s = reinterpret(grad_h_s, gl.float16, [C, K], half_s)
+            store_rows(grad_k + first_row * K, key_stride, dkg, tile.count, dk_s)
     if PERSISTENT:
         tma.store_wait(0)
 
 
-def _wy(problem: ChunkProblem, x: WyOperands, own: dict[str, Any], at_once: int = 0) -> Launch:
-    """`at_once`: CTAs of the persistent kernel; without, each chunk has its own."""
-    tiles, persistent = chunks(problem), at_once > 0
-    # strides are those of the tensors themselves
-    own = dict(**own, **strides_of(x), g_d=None, tile_count=tiles, PERSISTENT=persistent)
+def wy_launch(problem: ChunkProblem, t: ChunkTensors | WyTensors, own: dict[str, Any]) -> Launch:
+    tiles, sms = chunks(problem), sm_count(t.device)
+    rows = dict(q=t.q, k=t.k, g=t.g, v=t.v, o=own["o"], beta=t.beta)
+    # at fixed lengths the TMA unit can fetch all operands, but none that repeats; tensor descriptors take the host longer
+    fits = not problem.packed and problem.K == problem.V == 128
+    persistent = fits and tiles > sms and all(0 not in rows[name].stride() for name in "qkgvo")
+    # strides are those of the tensors themselves, also where tensor descriptors take their places
+    strides = {f"{name}_{axis}": stride_div8(name, x, i) for name, x in rows.items() for axis, i in AXES.items()}
+    own = dict(own, **strides, g_d=None, tile_count=tiles, PERSISTENT=persistent)
     if persistent:
-        own |= {name: by_token(own[name]) for name in ("grad_q", "grad_k", "grad_G")} | {"g_d": by_token(x.g)}
-        x = described(x)
-    ctas = min(tiles, at_once) if persistent else tiles
-    return Launch(wy_kernel, ctas, *bind_div8(wy_kernel, problem, Tensors(), {**x.arguments(), **own}), num_warps=8)
-
-
-def strides_of(x: WyOperands) -> dict[str, int]:
-    """Strides of the rows, under the kernel's names, also where tensor descriptors take the tensors' places."""
-    rows = dict(q=x.q, k=x.k, g=x.g, v=x.v, o=x.do, beta=x.beta)
-    return {f"{name}_{axis}": stride_div8(name, y, i) for name, y in rows.items() for axis, i in AXES.items()}
-
-
-def described(x: WyOperands) -> WyOperands:
-    """Puts tensor descriptors in place of what `wy` copies whole tiles of. It also reads single rows of `g`."""
-    rows = {name: by_token(getattr(x, name)) for name in ("q", "k", "v", "Akk_inv", "v_new", "do", "dv")}
-    return replace(x, **rows, h=by_state(x.h), dh=by_state(x.dh))
+        # of what is copied in whole tiles; single rows of `g` are read, too
+        own |= {name: by_token(rows[name]) for name in "qkv"} | {"g_d": by_token(t.g)}
+        names = ("Akk_inv", "v_new", "grad_o", "grad_v_new", "grad_q", "grad_k", "grad_G")
+        own |= {name: by_token(own[name]) for name in names} | {name: by_state(own[name]) for name in ("h", "grad_h")}
+    return launch_div8(wy_kernel, sms if persistent else tiles, problem, t, own, num_warps=8)
 
 
 def by_token(x: Tensor) -> TensorDescriptor:
@@ -412,18 +408,15 @@ def by_token(x: Tensor) -> TensorDescriptor:
 
 
 def by_state(x: Tensor) -> TensorDescriptor:
-    """A descriptor of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
-    return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
+    """A descriptor of `[.., chunks, heads, rows, columns]`, in states; `[all chunks, heads, ..]` to the kernel."""
+    return describe(x.flatten(0, -4), (1, 1, *x.shape[-2:]))
 
 
-def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
-    return _wy(problem, x, dict(parts.arguments(), grad_v=grad_v, rows=problem.slots, V_FIRST=True))
+def wy(call: StageCall, own: dict[str, Any]) -> Launch:
+    return wy_launch(call.problem, call.t, dict(own, rows=call.problem.slots, V_FIRST=True))
 
 
 def wy_dqkg(problem: WyProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
-    own = dict(wy_results(outputs), SAFE=False, BETA="value", L2NORM=False)
-    # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
-    # (no tensor descriptor has an empty tensor)
-    persistent = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
-    return [_wy(problem, WyOperands.of(t), own, sm_count(t.device) if persistent else 0)]
+    own = wy_operands(t, t.A, t.h, t.v_new, t.dh, t.dv) | wy_results(outputs)
+    return [wy_launch(problem, t, dict(own, SAFE=False, BETA="value", L2NORM=False))]

@@ -7,7 +7,7 @@ SCALARS = (
     *("scale", "lower_bound", "eps", "beta_batch", "beta_token", "beta_head"),
     # chunks, checkpoints and segments
     *("slots", "chunk_slots", "checkpoints", "checkpoint_every", "checkpoint_rows", "room", "split", "batch_invariant"),
-    *("step", "transition", "compose", "fixed", "shortest", "margin"),
+    *("parts", "step", "transition", "compose", "fixed", "shortest", "margin"),
     # states
     *("lowest", "pool_slots", "start_slots", "target_slots", "has_initial", "has_final", "most_tokens"),
     *("start_row", "start_token", "target_row", "target_token", "first_ahead", "past_ahead"),

@@ -19,81 +19,56 @@ from ...problem.problem import ChunkProblem, ChunkTensors, replaced
 from ...program.launch import Launch
 from ...program.plan import Outputs, Plan, Step, new_outputs
 from ...program.workspace import Layout, Workspace
-from .finish import ByHead, finish
+from .finish import finish, new_gradients
 from .launch import StageCall, or_empty
 from .merge import clear
 from .segments import compose, found_segments, lasting_segments
-from .wy import Parts, WyOperands
+from .wy import new_parts, wy_operands
 
 
 @dataclass(frozen=True)
 class Kept:
     """Tensors that the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
     dtype `Akk_inv` (`StageSet.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
-    also what they sent each other, `packets` (`merge.py`). `unsplit`: ignore segments; scan this rank's tokens as one."""
+    also what they sent each other, `packets` (`merge.py`)."""
 
     workspace: Workspace
     Akk_inv: Tensor
     h: Tensor
     v_new: Tensor
     packets: Tensor | None = None
-    unsplit: bool = False
-
-    @property
-    def split(self) -> bool:
-        """True if the scan goes by segments of sequences."""
-        return not self.unsplit and self.workspace.get("starts") is not None
-
-    def segments(self, scanned: Scanned | None) -> list[Tensor | None]:
-        """Tensors of split sequences, for `reverse`: the first segment of each, where offsets go (without `scanned`), and the
-        gradients of the states after segments."""
-        if not self.split:
-            return [None, None, None]
-        first_segment, offsets, ends = [self.workspace.get(x) for x in ("first_segment", "offsets", "starts")]
-        return [first_segment, offsets if scanned is None else None, ends]
 
 
-@dataclass(frozen=True)
-class Scanned:
-    """Results of `reverse`: gradients of the states after each chunk and of `v_new`, `dh` and `dv`, as `h` and
-    `v_new`."""
-
-    dh: Tensor
-    dv: Tensor
-
-
-@dataclass(frozen=True)
-class ReverseScan:
-    """A launch of `reverse`, from the gradients `dht` of final states to those of initial ones, `dh0`. Without `scanned` only
-    the gradient before each sequence is wanted, or before each segment, which goes to `offsets`. On the second of two ranks it
-    leaves the gradients for the first in `packet`."""
-
-    kept: Kept
-    scanned: Scanned | None
-    dht: Tensor | None
-    dh0: Tensor | None = None
-    packet: Tensor | None = None
-
-    def arguments(self, problem: ChunkProblem, t: ChunkTensors) -> dict[str, Any]:
-        """Arguments that the kernels take under other names than the call's."""
-        final, initial = or_empty(problem, self.dht, self.dh0)
-        segments = dict(zip(("first_segment", "offsets", "ends"), self.kept.segments(self.scanned)))
-        results = (None, None) if self.scanned is None else (self.scanned.dv, self.scanned.dh)
-        return dict(
-            **dict(zip(("grad_v_new", "grad_h"), results), grad_o=t.do, o=t.do, grad_final=final, grad_initial=initial),
-            **dict(segments, border=None if self.packet is None else t.border, packet=self.packet),
-            **dict(has_initial=self.dh0 is not None, has_final=self.dht is not None),
-        )
+def reverse_arguments(
+    call: StageCall,
+    dht: Tensor | None,
+    dh0: Tensor | None = None,
+    dh: Tensor | None = None,
+    dv: Tensor | None = None,
+    packet: Tensor | None = None,
+) -> dict[str, Any]:
+    """Arguments that the kernels of `reverse` take under other names than the call's: a scan from the gradients `dht` of final
+    states to those of initial ones, `dh0`, which leaves those of the states after each chunk and of `v_new`, `dh` and `dv`, as
+    `h` and `v_new`. Without these only the gradient before each sequence is wanted, or before each segment, which goes to
+    `offsets`. On the second of two ranks the scan leaves the gradients for the first in `packet`."""
+    t, (final, initial) = call.t, or_empty(call.problem, dht, dh0)
+    offsets = call.workspace.get("offsets") if dh is None else None
+    return dict(
+        **dict(grad_o=t.do, o=t.do, grad_v_new=dv, grad_h=dh, grad_final=final, grad_initial=initial),
+        **dict(call.left("first_segment"), offsets=offsets, ends=call.workspace.get("starts")),
+        **dict(border=None if packet is None else t.border, packet=packet),
+        **dict(has_initial=dh0 is not None, has_final=dht is not None),
+    )
 
 
 @dataclass(frozen=True)
 class StageSet:
     """A backend's launchers for a call whose tensors `t` are as its kernels can read them, after `copies`.
 
-    `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
-    of such matrices' gradients. Arguments: `prepare(call, Akk_inv)`, `before_segments(call, final_state)`, `outgoing(call,
-    packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(problem, t, arch, scan)`, `wy(problem, arch, x, parts,
-    grad_v)` and `intra(problem, t, arch, parts, heads)`.
+    `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `parts_dtype` the dtype
+    of such matrices' gradients and of parts of dq. Arguments: `prepare(call, Akk_inv)`, `before_segments(call)`,
+    `outgoing(call, packet)`, `recurrence(call, o, final_state, h, v_new)`; `reverse(call, own)`, `wy(call, own)` and
+    `intra(call, own)`, with the arguments that their kernels take beside the call's.
     """
 
     problem: ChunkProblem
@@ -109,7 +84,7 @@ class StageSet:
     wy: Callable[..., Launch]
     intra: Callable[..., Launch]
     squares: tuple[int, ...]
-    squares_dtype: torch.dtype
+    parts_dtype: torch.dtype
 
     def forward(self, outputs: Outputs, own: Tensor | None = None) -> list[Step]:
         """The launches of a forward that keeps nothing, in order. `own`: scratch that is written instead of the output."""
@@ -122,7 +97,7 @@ class StageSet:
         prepared = self.prepare(call)
         if problem.ranks > 1:
             carried, call, final_state, stored = with_rank_exchange(call, self.outgoing, outputs)
-        split = self.before_segments(call, final_state)
+        split = self.before_segments(call)
         return [prepared, *carried, *split, self.recurrence(call, o, final_state, outputs.get("h")), *stored]
 
     def scan(self, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Step]:
@@ -131,7 +106,7 @@ class StageSet:
         prepared, carried, stored = self.prepare(call, kept.Akk_inv), list[Step](), list[Step]()
         if self.problem.ranks > 1:
             carried, call, stored = carried_states(call, self.outgoing, kept.packets)
-        split = self.before_segments(call, final_state)
+        split = self.before_segments(call)
         return [prepared, *carried, *split, self.recurrence(call, o, final_state, kept.h, kept.v_new), *stored]
 
     def kept(self, tensors: Mapping[str, Tensor] | None = None) -> Kept:
@@ -174,7 +149,7 @@ def backward(stages: StageSet) -> Plan:
 
 def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
     """Yields the steps in order; `outputs` has what they find once all have been asked for."""
-    problem, t = stages.problem, stages.t
+    problem, t, memory = stages.problem, stages.t, stages.t.memory
     recomputed: Iterator[Step] = iter(())
     if t.workspace is not None:
         given = {"workspace": t.workspace, "Akk_inv": t.A, "h": t.h, "v_new": t.v_new}
@@ -187,59 +162,57 @@ def launches(stages: StageSet, outputs: Outputs) -> Iterator[Step]:
         first = max(exchanges, default=0) + 1
         yield from steps[:first]
         recomputed = iter(steps[first:])
-    dh0 = None
+    call, dh0 = StageCall(problem, t, stages.arch, kept.workspace), None
     if problem.has_initial_state:
-        dh0 = outputs["initial_state"] = t.memory.new(problem.state_shape, problem.state_dtype)
+        dh0 = outputs["initial_state"] = memory.new(problem.state_shape, problem.state_dtype)
     dht = t.dht if problem.output_final_state else None
     sent = None
     if problem.ranks == 2 and problem.rank == 1:
         # nothing comes from a rank after, and what goes to the one before is what `reverse` ends with
-        sent = send_gradients(problem, t.memory)
+        sent = send_gradients(problem, memory)
     elif problem.ranks > 1:
-        dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
-    if sent is None or (kept.split and not stages.segments):
+        dht = yield from gradients_of_ranks(stages, call, kept.packets, dht, recomputed)
+    if sent is None or (call.may_split and not stages.segments):
         yield from recomputed
-    if kept.split:
-        yield from gradients_of_segments(stages, kept, dht)
-    scanned = Scanned(*(t.memory.new(x.shape, x.dtype) for x in (kept.h, kept.v_new)))
+    if call.may_split:
+        yield from gradients_of_segments(stages, call, dht)
+    dh, dv = [memory.new(x.shape, x.dtype) for x in (kept.h, kept.v_new)]
     packet = None if sent is None else sent.packet
-    yield stages.reverse(problem, t, stages.arch, ReverseScan(kept, scanned, dht, dh0, packet))
+    yield stages.reverse(call, reverse_arguments(call, dht, dh0, dh, dv, packet))
     if sent is not None:
         yield sent
         yield from recomputed
     if problem.ranks > 1 and dh0 is not None:
         yield clear(problem, t, dh0)
-    known = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
-    x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
-    parts = Parts.allocate(problem, t.memory, stages.squares, stages.squares_dtype)
-    grad_v = outputs["v"] = t.memory.new((problem.B, problem.T, problem.HV, problem.V), problem.dtype)
-    yield stages.wy(problem, stages.arch, x, parts, grad_v)
-    heads = ByHead.allocate(problem, t.memory)
-    outputs.update(heads.outputs(problem))
-    yield stages.intra(problem, t, stages.arch, parts, heads)
+    parts = new_parts(problem, memory, stages.squares, stages.parts_dtype)
+    grad_v = outputs["v"] = memory.new((problem.B, problem.T, problem.HV, problem.V), problem.dtype)
+    yield stages.wy(call, wy_operands(t, kept.Akk_inv, kept.h, kept.v_new, dh, dv) | parts | {"grad_v": grad_v})
+    heads = new_gradients(problem, memory)
+    yield stages.intra(call, parts | heads)
     yield from finish(problem, t, heads, outputs)
 
 
 def gradients_of_ranks(
-    stages: StageSet, kept: Kept, dht: Tensor | None, meanwhile: Iterable[Step]
+    stages: StageSet, call: StageCall, packets: Tensor | None, dht: Tensor | None, meanwhile: Iterable[Step]
 ) -> Generator[Step, None, Tensor]:
     """The gradients of the final states, with those that come from later ranks; see `carried_gradients`."""
-    problem, t = stages.problem, stages.t
-    assert kept.packets is not None
-    grads = t.memory.new(problem.state_shape, torch.float32)
+    assert packets is not None
+    grads = call.t.memory.new(call.problem.state_shape, torch.float32)
+    # without segments: this rank's tokens as one
+    whole = {name: x for name, x in call.workspace.items() if name not in ("first_segment", "offsets", "starts")}
 
     def reverse(problem: ChunkProblem, t: ChunkTensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
-        return stages.reverse(problem, t, stages.arch, ReverseScan(replaced(kept, unsplit=True), None, dht, dh0))
+        own = StageCall(problem, t, stages.arch, whole)
+        return stages.reverse(own, reverse_arguments(own, dht, dh0))
 
-    call = StageCall(problem, replaced(t, dht=dht), stages.arch, kept.workspace)
-    yield from carried_gradients(call, kept.packets, reverse, grads, meanwhile)
+    given = replaced(call, t=replaced(call.t, dht=dht))
+    yield from carried_gradients(given, packets, reverse, grads, meanwhile)
     return grads
 
 
-def gradients_of_segments(stages: StageSet, kept: Kept, dht: Tensor | None) -> Iterator[Launch]:
+def gradients_of_segments(stages: StageSet, call: StageCall, dht: Tensor | None) -> Iterator[Launch]:
     """Finds the gradients of the states after segments, in the place of the forward's states before them, which nobody
     needs any more, or which lie elsewhere (`found_segments`). The transitions are the forward's."""
-    problem, t = stages.problem, stages.t
-    yield stages.reverse(problem, t, stages.arch, ReverseScan(kept, None, dht))
-    given = replaced(problem, has_initial_state=dht is not None)
-    yield compose(StageCall(given, replaced(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)
+    yield stages.reverse(call, reverse_arguments(call, dht))
+    given = replaced(call.problem, has_initial_state=dht is not None)
+    yield compose(replaced(call, problem=given, t=replaced(call.t, initial_state=dht)), backward=True)

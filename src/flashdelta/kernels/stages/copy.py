@@ -102,8 +102,7 @@ OUTER = 3
     ]
 )
 def strided_copy_kernel(
-    x, to, n1, n2, rows, columns,
-    x0: tl.int64, x1: tl.int64, x2: tl.int64, x3: tl.int64, x4: tl.int64,
+    x, to, n1, n2, rows, columns, x0: tl.int64, x1: tl.int64, x2: tl.int64, x3: tl.int64, x4: tl.int64,
     to0: tl.int64, to1: tl.int64, to2: tl.int64, to3: tl.int64, to4: tl.int64,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

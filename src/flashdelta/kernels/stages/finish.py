@@ -11,7 +11,7 @@ and zeros in all gradients for tokens of no sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -96,65 +96,43 @@ def finish_kernel(
                 tl.store(grad_beta + own, tl.zeros([ROWS, 1], grad_beta.dtype.element_ty), mask=outside)
 
 
-@dataclass(frozen=True)
-class ByHead:
-    """Results of `intra`: gradients of the call's inputs by value head, dense, those of shared heads in float32; of the gate's
-    parameters the parts of all chunk slots, `[S, HV, K]`, if the call has them."""
-
-    q: Tensor
-    k: Tensor
-    g: Tensor
-    beta: Tensor
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-
-    @classmethod
-    def allocate(cls, problem: ChunkProblem, memory: Slots) -> ByHead:
-        tokens, parts = (problem.B, problem.T, problem.HV), (problem.B * problem.slots, problem.HV, problem.K)
-        grouped = problem.dtype if problem.group == 1 else torch.float32
-        return cls(
-            *(memory.new((*tokens, problem.K), dtype) for dtype in (grouped, grouped, problem.g_dtype)),
-            memory.new(tokens, problem.beta_dtype),
-            memory.new(parts, torch.float32) if problem.has_A_log else None,
-            memory.new(parts, torch.float32) if problem.has_dt_bias else None,
-        )
-
-    def arguments(self) -> dict[str, Tensor | None]:
-        """Under the names of the kernels of `intra`."""
-        inputs = {f"out_{name}": getattr(self, name) for name in ("q", "k", "g", "beta")}
-        return dict(**inputs, partial_A_log=self.A_log, partial_dt_bias=self.dt_bias)
-
-    def outputs(self, problem: ChunkProblem) -> dict[str, Tensor]:
-        """Gradients of the call that are done already."""
-        shared = {"q": self.q, "k": self.k} if problem.group == 1 else {}
-        return {**shared, "g": self.g, "beta": self.beta}
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The parts of those that the call has."""
-        return {name: x for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias)) if x is not None}
+def new_gradients(problem: ChunkProblem, memory: Slots) -> dict[str, Tensor | None]:
+    """Room for the results of `intra`, under the kernels' names: gradients of the call's inputs by value head, dense, those of
+    shared heads in float32; of the gate's parameters the parts of all chunk slots, `[S, HV, K]`, if the call has them."""
+    tokens, parts = (problem.B, problem.T, problem.HV), (problem.B * problem.slots, problem.HV, problem.K)
+    keys, grouped = (*tokens, problem.K), problem.dtype if problem.group == 1 else torch.float32
+    return dict(
+        out_q=memory.new(keys, grouped),
+        out_k=memory.new(keys, grouped),
+        out_g=memory.new(keys, problem.g_dtype),
+        out_beta=memory.new(tokens, problem.beta_dtype),
+        partial_A_log=memory.new(parts, torch.float32) if problem.has_A_log else None,
+        partial_dt_bias=memory.new(parts, torch.float32) if problem.has_dt_bias else None,
+    )
 
 
-def finish(problem: ChunkProblem, t: ChunkTensors, heads: ByHead, outputs: Outputs) -> list[Launch]:
-    """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
-    for name in heads.parameters():
+def finish(problem: ChunkProblem, t: ChunkTensors, heads: dict[str, Any], outputs: Outputs) -> list[Launch]:
+    """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed.
+    `heads`: results of `intra`."""
+    outputs.update({name: heads[f"out_{name}"] for name in ("q", "k", "g", "beta")})
+    parameters = [name for name in ("A_log", "dt_bias") if heads[f"partial_{name}"] is not None]
+    for name in parameters:
         given = getattr(t, name)
         outputs[name] = t.memory.new(given.shape, given.dtype)
     if problem.group > 1:
         for name in ("q", "k"):
             outputs[name] = t.memory.new((problem.B, problem.T, problem.H, problem.K), problem.dtype)
     launches = []
-    if heads.parameters():
-        own = dict(
-            **dict(partial_A_log=heads.A_log, partial_dt_bias=heads.dt_bias),
-            **dict(grad_A_log=outputs.get("A_log"), grad_dt_bias=outputs.get("dt_bias")),
-            chunk_slots=problem.B * problem.slots if problem.N > 0 else 0,
-        )
-        ctas = problem.HV * len(heads.parameters())
+    if parameters:
+        chunk_slots = problem.B * problem.slots if problem.N > 0 else 0
+        grads = dict(grad_A_log=outputs.get("A_log"), grad_dt_bias=outputs.get("dt_bias"))
+        own = dict(heads, **grads, chunk_slots=chunk_slots)
+        ctas = problem.HV * len(parameters)
         launches.append(launch(gate_sums_kernel, ctas, problem, t, own, Config(num_warps=16)))
     rows, tokens = 16 if problem.group > 1 else 64, problem.B * problem.T
     ctas = -(-tokens // rows) * problem.H
     if ctas > 0 and (problem.group > 1 or problem.packed):
         grads = {f"grad_{name}": outputs[name] for name in ("q", "k", "g", "v", "beta")}
-        own = dict(**grads, heads_q=heads.q, heads_k=heads.k, tokens=tokens, ROWS=rows)
+        own = dict(**grads, heads_q=heads["out_q"], heads_k=heads["out_k"], tokens=tokens, ROWS=rows)
         launches.append(launch(finish_kernel, ctas, problem, t, own))
     return launches

@@ -1,10 +1,11 @@
-"""Helpers of all launchers: the call's inputs as kernels read them, the workspace, limits of GPUs."""
+"""Launches of either backend's kernels: arguments by their names, inputs as portable kernels read them, the workspace."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,6 @@ def bind(
     Raises:
         AttributeError: a parameter that none of them has, with the kernel's name.
     """
-
     found = vars(t) | own  # type: ignore[operator]
     arguments, constants = [], {}
     # `kernel` itself has a hash that is worked out each time
@@ -130,6 +130,35 @@ def bind(
         else:
             arguments.append(int(x) if x is True or x is False else x)
     return tuple(arguments), constants
+
+
+FAR = 2**31
+"""The least stride that kernels do not take."""
+
+
+def near(x: Tensor, unit: int) -> bool:
+    """Says whether strides fit, in multiples of `unit` elements."""
+    return all([n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride())])
+
+
+def aligned(x: Tensor, unit: int = 8) -> bool:
+    """Says whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in
+    most kernels."""
+    *outer, inner = x.stride()
+    return inner == 1 and x.data_ptr() % 16 == 0 and math.gcd(*outer) % unit == 0 and near(x, 8)
+
+
+def stride_div8(name: str, x: Tensor, axis: int) -> int:
+    """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
+    stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
+    return stride if name == "beta" else stride // 8
+
+
+def launch_div8(
+    kernel: JITFunction, ctas: int, problem: Problem, t: Tensors, own: Own, num_warps: int = 4, **options: Any
+) -> Launch:
+    """A launch with the arguments that `bind` finds, strides as Hopper's kernels over chunks take them."""
+    return Launch(kernel, ctas, *bind(kernel, problem, t, own, stride_div8), num_warps, **options)
 
 
 def launch(
@@ -251,7 +280,7 @@ def or_empty(problem: AttentionProblem, *states: Tensor | None) -> list[Tensor]:
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes a CTA may use, by compute capability."""
+"""Bytes that a CTA may use, by compute capability."""
 
 
 def dot_precision(dtype: torch.dtype) -> str:

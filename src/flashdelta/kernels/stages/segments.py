@@ -16,7 +16,8 @@ from ...program.plan import Outputs
 from ...program.workspace import Layout, Slots, Workspace, sizes
 from ..shared.mma import dot
 from ..shared.scalars import SCALARS
-from ..shared.sequences import own_work_tile
+from ..shared.segments import segment_chunks
+from ..shared.sequences import own_work_tile, sequence_chunk_slots
 from ..shared.states import load_state, sequence_slot, state_offsets
 from .launch import SHARED_MEMORY, Config, StageCall, launch, state_arguments
 
@@ -28,8 +29,8 @@ MOST_SEGMENTS = tl.constexpr(128)
 def compose_kernel(
     transitions, offsets, starts, forgets, first_segment, cu_seqlens,
     initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots, has_initial, has_final,
-    state_pitch: tl.int64, T, N, HV,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
+    state_pitch: tl.int64, T, N, HV, chunk_slots,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
     BACKWARD: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`S_{j+1} = M_j S_j + b_j`, in float32: `starts [G, HV, V, K]`, the state before each segment, V first. Of
@@ -47,9 +48,10 @@ def compose_kernel(
     if first >= last:
         return
     if forgets is not None:
-        # asked for first: it comes while the initial state is on its way
-        segment = first + 1 + tl.arange(0, MOST_SEGMENTS)
-        forgotten = tl.load(forgets + segment * HV + head, mask=segment < last, other=1)
+        chunk_slot, _ = sequence_chunk_slots(cu_seqlens, None, 0, n, begin, chunk_slots, C)
+        part = tl.arange(0, MOST_SEGMENTS) + 1
+        border, _ = segment_chunks(part, last - first + 1, tl.cdiv(end - begin, C))
+        afresh = tl.load(forgets + (chunk_slot + border - 1) * HV + head, mask=part <= last - first, other=1)
     own, read, _ = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
     )
@@ -67,24 +69,17 @@ def compose_kernel(
         tl.store(starts + here * V + in_state, load_state(initial_state, at, read))
         state = tl.load(offsets + here * V + in_state)
         here += STEP * HV * K
+        if forgets is not None:
+            # here: the flags come while states do. If all segments after the first begin afresh, no more is needed
+            last = tl.where(tl.min(afresh) != 0, first + 1, last)
         in_transition = head * K * K + key[:, None] * ROW + key[None, :] * COLUMN
-        chained = last
-        if forgets is not None:  # noqa: SIM102 (a constant, and what is known when it runs)
-            if tl.min(forgotten) != 0:
-                # no state depends on another
-                for _ in tl.range(first + 1, last, num_stages=1, loop_unroll_factor=4):
-                    tl.store(starts + here * V + in_state, state)
-                    state = tl.load(offsets + here * V + in_state)
-                    here += STEP * HV * K
-                chained = first
-        for _ in tl.range(first + 1, chained, num_stages=STAGES):
+        for _ in tl.range(first + 1, last, num_stages=STAGES):
             tl.store(starts + here * V + in_state, state)
             right = tl.load(transitions + here * K + in_transition)
             state = dot(state, right, tl.load(offsets + here * V + in_state), "tf32x3")
             here += STEP * HV * K
         tl.store(starts + here * V + in_state, state)
     else:
-        tl.static_assert(forgets is None)
         here = known.to(tl.int64) * HV + head
         onward = STEP * HV
         for block in range(0, K, BK):
@@ -114,13 +109,13 @@ def compose_config(problem: ChunkProblem, capability: int) -> Config:
     return Config(BV=min(16, problem.V), BK=problem.K, num_warps=8, STAGES=stages)
 
 
-def compose(call: StageCall, final_state: Tensor | None, backward: bool = False) -> Launch:
+def compose(call: StageCall, backward: bool = False) -> Launch:
     """Finds the states before all segments; with `backward` the gradients of those after them, in their place, from
     `call.t.initial_state`."""
     problem, t = call.problem, call.t
     c = compose_config(problem, call.arch)
     segments = call.left("transitions", "offsets", "starts", "forgets", "first_segment")
-    own = dict(**segments, **state_arguments(problem, t, final_state), BACKWARD=int(backward))
+    own = dict(**segments, **state_arguments(problem, t, None), BACKWARD=int(backward))
     ctas = problem.N * problem.HV * (problem.V // c.BV)
     return launch(compose_kernel, ctas, problem, t, own, c, overlaps=call.arch >= 90)
 

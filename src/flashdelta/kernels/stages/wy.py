@@ -2,70 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...problem.problem import ChunkProblem, WyTensors
+from ...problem.problem import ChunkProblem, ChunkTensors, WyTensors
 from ...program.plan import Outputs
 from ...program.workspace import Slots
 
 
-@dataclass(frozen=True)
-class WyOperands:
-    """Operands of `wy`, under the kernels' names."""
-
-    q: Tensor
-    k: Tensor
-    g: Tensor
-    v: Tensor
-    beta: Tensor
-    Akk_inv: Tensor
-    h: Tensor
-    v_new: Tensor
-    do: Tensor
-    dv: Tensor
-    dh: Tensor
-    cu_seqlens: Tensor | None
-    A_log: Tensor | None = None
-    dt_bias: Tensor | None = None
-
-    @staticmethod
-    def of(t: WyTensors) -> WyOperands:
-        """The operands of `chunk_bwd_wy_dqkg`, the stage on its own."""
-        return WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
-
-    def arguments(self) -> dict[str, Any]:
-        """Under the kernels' names."""
-        return dict(vars(self), grad_o=self.do, o=self.do, grad_v_new=self.dv, grad_h=self.dh)
+def wy_operands(
+    t: ChunkTensors | WyTensors, Akk_inv: Tensor, h: Tensor, v_new: Tensor, dh: Tensor, dv: Tensor
+) -> dict[str, Any]:
+    """Operands of `wy` that the kernels take under other names than the call's."""
+    return dict(Akk_inv=Akk_inv, h=h, v_new=v_new, grad_o=t.do, o=t.do, grad_h=dh, grad_v_new=dv)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Results of `wy` for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
-    `grad_Aqk`, as `Akk_inv`."""
-
-    grad_q: Tensor
-    grad_k: Tensor
-    grad_G: Tensor
-    grad_beta: Tensor
-    grad_A: Tensor
-    grad_Aqk: Tensor
-
-    @classmethod
-    def allocate(cls, problem: ChunkProblem, memory: Slots, squares: tuple[int, ...], dtype: torch.dtype) -> Parts:
-        tokens = (problem.B, problem.T, problem.HV)
-        wide = [(shape, torch.float32) for shape in (*[(*tokens, problem.K)] * 3, tokens)]
-        return cls(*(memory.new(*kind) for kind in (*wide, *[(squares, dtype)] * 2)))
-
-    def arguments(self) -> dict[str, Any]:
-        """Under the kernels' names."""
-        return vars(self)
+def new_parts(problem: ChunkProblem, memory: Slots, squares: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Room for the results of `wy` for `intra`, under the kernels' names: `grad_q, grad_k [B, T, HV, K]`, and `grad_A` and
+    `grad_Aqk`, as `Akk_inv`; in float32 `grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`. `dtype`: of matrices and `grad_q`.
+    Where that is bfloat16, `grad_k` is float16, as its error is the larger one, and the halves of its rows are divided by their
+    largest elements, `size_k [B, T, HV, 2]`."""
+    tokens = (problem.B, problem.T, problem.HV)
+    keys = (*tokens, problem.K)
+    return dict(
+        grad_q=memory.new(keys, dtype),
+        grad_k=memory.new(keys, torch.float16 if dtype == torch.bfloat16 else dtype),
+        grad_G=memory.new(keys, torch.float32),
+        grad_beta=memory.new(tokens, torch.float32),
+        grad_A=memory.new(squares, dtype),
+        grad_Aqk=memory.new(squares, dtype),
+        size_k=memory.new((*tokens, 2), torch.float32),
+    )
 
 
 def wy_results(outputs: Outputs) -> dict[str, Tensor | None]:
     """Results of `chunk_bwd_wy_dqkg` under the kernels' names."""
     names = dict(q="dq", k="dk", G="dg", v="dv", beta="dbeta", A="dA")
-    return {f"grad_{name}": outputs[result] for name, result in names.items()} | {"grad_Aqk": None}
+    return {f"grad_{name}": outputs[result] for name, result in names.items()} | {"grad_Aqk": None, "size_k": None}

@@ -54,7 +54,7 @@ def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int) -> StageSet:
         *(prepare, before_segments),
         *(outgoing, recurrence, reverse, wy, intra),
         squares=(problem.B * problem.slots, problem.HV, problem.chunk_size, problem.chunk_size),
-        squares_dtype=torch.float32,
+        parts_dtype=torch.float32,
     )
 
 

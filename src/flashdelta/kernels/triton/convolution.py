@@ -139,8 +139,7 @@ def convolution_kernel(
     D, token_tiles, BT, x_batch: tl.int64, x_token: tl.int64, o_batch: tl.int64, o_token: tl.int64,
     initial_slot: tl.int64, initial_channel: tl.int64, initial_input: tl.int64, final_slot: tl.int64,
     final_channel: tl.int64, final_input: tl.int64,
-    W: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    W: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`AHEAD` tokens are loaded ahead, and are a turn of the loop: so their registers need no moves. As chosen, a tile has no
     more of them."""

@@ -17,19 +17,19 @@ Pairs are split as in `prepare`, at a boundary between i and j, so that `E_ij = 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from ...problem.problem import ChunkProblem, ChunkTensors
+from ...problem.problem import ChunkProblem
 from ...program.launch import Launch
 from ..shared.gates import beta_gradient, beta_of, decay_rate, gate_gradient
 from ..shared.norms import norm_factors_at
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.finish import ByHead
-from ..stages.launch import Config, backward_precision, chunks, launch, safe_blocks
-from ..stages.wy import Parts
+from ..stages.launch import Config, StageCall, backward_precision, chunks, launch, safe_blocks
 from .decays import chunk_decays, sums
 from .sub_chunks import SUB, boundary_matrix, pair_mask
 
@@ -147,7 +147,7 @@ def intra_kernel(
         in_own = own * K + column[None, :]
         dG = tl.load(grad_G + in_own, mask=valid[:, None], other=0.0)
         if SAFE:
-            # as in `prepare_bounded.near_pairs`
+            # with the middle of `SAFE_ROWS` rows as the one reference of all pairs in them: both factors are at most exp(80)
             distance = sums(boundary_matrix(SAFE_LEVEL - 1, C), high, low)
             signed = tl.where(i % SAFE_ROWS < SUB, -distance, distance)
             near = (i // SAFE_ROWS == j // SAFE_ROWS) & (i > j)
@@ -208,10 +208,7 @@ def intra_config(problem: ChunkProblem, capability: int) -> Config:
     return Config(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
 
 
-def intra(problem: ChunkProblem, t: ChunkTensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
-    own = dict(
-        **parts.arguments(),
-        **heads.arguments(),
-        **dict(grad_Akk=parts.grad_A, SAFE=safe_blocks(problem), PRECISION=backward_precision(problem, arch)),
-    )
-    return launch(intra_kernel, chunks(problem), problem, t, own, intra_config(problem, arch))
+def intra(call: StageCall, own: dict[str, Any]) -> Launch:
+    problem, precision = call.problem, backward_precision(call.problem, call.arch)
+    own = dict(own, grad_Akk=own["grad_A"], SAFE=safe_blocks(problem), PRECISION=precision)
+    return launch(intra_kernel, chunks(problem), problem, call.t, own, intra_config(problem, call.arch))

@@ -132,7 +132,7 @@ def norm_backward_kernel(
 TILE = 2048
 """Elements of a tile of each tensor, or more for a longer row."""
 
-CTAS_AN_SM = 3
+CTAS_PER_SM = 3
 """CTAs of the backward pass, as many as fit. Each is a row that `sums` adds."""
 
 
@@ -163,7 +163,7 @@ def backward(problem: NormProblem, t: NormTensors, arch: int, outputs: Outputs) 
     """Gradients by input."""
     own, overlaps = arguments(problem, t), arch >= 90
     tiles = -(-own["rows"] // own["ROWS"])
-    partials = t.memory.new((max(1, min(tiles, CTAS_AN_SM * sm_count(t.device))), 1, problem.V), torch.float32)
+    partials = t.memory.new((max(1, min(tiles, CTAS_PER_SM * sm_count(t.device))), 1, problem.V), torch.float32)
     dtypes = {"x": problem.dtype, "z": problem.output_dtype}
     outputs |= {role: t.memory.new(problem.shape, dtype) for role, dtype in dtypes.items()}
     grads = {f"d{role}": outputs[role] for role in dtypes}

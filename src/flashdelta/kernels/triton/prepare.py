@@ -26,7 +26,6 @@ with the other.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,9 +37,9 @@ from ..shared.mma import apply_weights, dot
 from ..shared.norms import L2_EPS
 from ..shared.scalars import SCALARS
 from ..shared.sequences import own_chunk
-from ..stages.launch import Config, StageCall, chunks, launch, precision, safe_blocks
+from ..stages.launch import Config, StageCall, chunks, launch, precision
 from .decays import split_decay, sums
-from .prepare_bounded import prepare_bounded_kernel
+from .prepare_mma import by_mma, prepare_mma
 from .sub_chunks import SUB, SUB_LEVELS, forward_substitution
 
 MAX_WIDTH = tl.constexpr(64)
@@ -328,15 +327,8 @@ def prepare_kernel(
     store_weighted(w, K, w, count, inv_00, inv_11, inv_10, C, K, True, PRECISION)
 
 
-def bounded(problem: ChunkProblem) -> bool:
-    """Says whether `prepare_bounded` runs, which spares `prepare`'s products by level. In float32 `prepare` is no slower."""
-    return safe_blocks(problem) and problem.dtype == torch.bfloat16
-
-
 def prepare_config(problem: ChunkProblem, capability: int) -> Config:
     """Chooses sizes: 432 us in float32 at T4096 H32 on an H200, with slices of 32 channels 468."""
-    if bounded(problem):
-        return Config(BK=16, num_warps=2, STAGES=3)
     return Config(BK=16, num_warps=problem.chunk_size // 16, STAGES=3)
 
 
@@ -344,11 +336,12 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None, u: Tensor | None = N
     """`Akk_inv`: receives the inverses in float32, or by token, for the backward pass. With `u`, that is left instead of the
     workspace's `Akk_inv`, which then has none."""
     problem = call.problem
-    kernel = prepare_bounded_kernel if bounded(problem) else prepare_kernel
+    if by_mma(problem, call.t):
+        return prepare_mma(call, Akk_inv)
     own = dict(
         **call.left("w", "qg", "kg", "Aqk", "decay"),
         **dict(inverse=call.workspace.get("Akk_inv"), Akk_inv=Akk_inv, u=u),
         PRECISION=precision(problem),
         **({"v": None} if u is None else {}),
     )
-    return launch(kernel, chunks(problem), problem, call.t, own, prepare_config(problem, call.arch))
+    return launch(prepare_kernel, chunks(problem), problem, call.t, own, prepare_config(problem, call.arch))

@@ -17,17 +17,17 @@ so that this stage runs twice: without `dh` and `dv` for c, and, from what `comp
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from ...problem.problem import ChunkProblem, ChunkTensors
 from ...program.launch import Launch
 from ..shared.scalars import SCALARS
 from ..shared.segments import place_segment, segment_of
 from ..shared.sequences import crossing_packet, own_work_tile
 from ..shared.states import load_state, state_offsets, store_state
-from ..stages.backward_pass import ReverseScan
-from ..stages.launch import launch, precision
+from ..stages.launch import StageCall, launch, precision
 from .recurrence import recurrence_config
 
 
@@ -121,11 +121,9 @@ def reverse_kernel(
             store_state(packet, place * HV * K * V + in_slot, grad, crosses.to(tl.int32))
 
 
-def reverse(problem: ChunkProblem, t: ChunkTensors, arch: int, scan: ReverseScan) -> Launch:
-    c = recurrence_config(problem, arch)
-    own = scan.arguments(problem, t)
-    ends = own["ends"]
-    tiles = {x: scan.kept.workspace.get(x) for x in ("w", "qg", "kg", "Aqk", "decay")}
-    own = dict(**own, **tiles, PRECISION=precision(problem))
+def reverse(call: StageCall, own: dict[str, Any]) -> Launch:
+    problem, ends = call.problem, own["ends"]
+    c = recurrence_config(problem, call.arch)
+    own = dict(own, **call.left("w", "qg", "kg", "Aqk", "decay"), PRECISION=precision(problem))
     ctas = (problem.N if ends is None else ends.shape[0]) * problem.HV * (problem.V // c.BV)
-    return launch(reverse_kernel, ctas, problem, t, own, c)
+    return launch(reverse_kernel, ctas, problem, call.t, own, c)

@@ -68,8 +68,7 @@ def transitions_kernel(
     w, kg, inverse, decay, v, transitions, offsets, first_segment, border, cu_seqlens,
     checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots,
     has_initial, has_final, state_pitch: tl.int64, T, N, HV,
-    chunk_slots, checkpoints, v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64,
-    transition_pitch, offset_pitch,
+    chunk_slots, checkpoints, v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64, transition_pitch, offset_pitch,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -169,25 +168,24 @@ def plan(call: StageCall, room: int) -> Launch:
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
     """Transitions of the sequences that go on to the next rank (`stages/merge.py`)."""
     where = dict(transitions=packet, offsets=packet[:, :, -call.problem.V :], first_segment=None)
-    return transitions(call, call.problem.packets, where, None)
+    return transitions(call, call.problem.packets, where)
 
 
-def transitions(call: StageCall, segments: int, where: dict[str, Any], final_state: Tensor | None) -> Launch:
+def transitions(call: StageCall, segments: int, where: dict[str, Any]) -> Launch:
     problem, t = call.problem, call.t
     c, BV = recurrence_config(problem, call.arch), transitions_width(problem, call.arch)
     own = dict(
         **dict(call.left("w", "kg", "decay"), inverse=call.workspace["Akk_inv"]),
         **transition_arguments(t, where),
-        **state_arguments(problem, t, final_state),
-        **dict(BV=BV, PRECISION=precision(problem)),
+        **dict(state_arguments(problem, t, None), BV=BV, PRECISION=precision(problem)),
     )
     return launch(transitions_kernel, segments * problem.HV * ((problem.K + problem.V) // BV), problem, t, own, c)
 
 
-def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
+def before_segments(call: StageCall) -> list[Launch]:
     """Finds the states before the segments."""
     if not call.forms_segments:
         return []
     most, at_once = call.workspace["starts"].shape[0], room(call.problem, call.arch, sm_count(call.t.device))
     where = call.left("transitions", "offsets", "first_segment")
-    return [plan(call, at_once), transitions(call, most, where, final_state), compose(call, final_state)]
+    return [plan(call, at_once), transitions(call, most, where), compose(call)]

@@ -18,12 +18,13 @@ and the gradient `dS'` of the state after it:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...problem.problem import ChunkProblem, Tensors, WyProblem, WyTensors
+from ...problem.problem import ChunkProblem, ChunkTensors, WyProblem, WyTensors
 from ...program.launch import Launch
 from ...program.plan import Outputs
 from ..shared.gates import LOG2E, beta_of, decay_rate
@@ -32,8 +33,8 @@ from ..shared.products import summand
 from ..shared.scalars import SCALARS
 from ..shared.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
 from ..shared.states import state_offsets
-from ..stages.launch import Config, backward_precision, chunks, launch
-from ..stages.wy import Parts, WyOperands, wy_results
+from ..stages.launch import Config, StageCall, backward_precision, chunks, launch
+from ..stages.wy import wy_operands, wy_results
 from .decays import chunk_decays, sums
 
 NORM_BK = tl.constexpr(32)
@@ -308,17 +309,17 @@ def wy_config(problem: ChunkProblem, capability: int) -> Config:
     return Config(BK=16, BV=min(problem.V, 64) if capability in (90, 100) else 32, num_warps=4, STAGES=1)
 
 
-def wy_launch(problem: ChunkProblem, arch: int, x: WyOperands, own: dict[str, object]) -> Launch:
-    own = dict(**x.arguments(), **own, PRECISION=backward_precision(problem, arch))
-    return launch(wy_kernel, chunks(problem), problem, Tensors(), own, wy_config(problem, arch))
+def wy_launch(problem: ChunkProblem, t: ChunkTensors | WyTensors, arch: int, own: dict[str, Any]) -> Launch:
+    own = dict(own, grad_Akk=own["grad_A"], PRECISION=backward_precision(problem, arch))
+    return launch(wy_kernel, chunks(problem), problem, t, own, wy_config(problem, arch))
 
 
-def wy(problem: ChunkProblem, arch: int, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
-    own = dict(parts.arguments(), grad_Akk=parts.grad_A, grad_v=grad_v, rows=problem.slots)
-    return wy_launch(problem, arch, x, dict(**own, BY_TOKEN=False, V_FIRST=True))
+def wy(call: StageCall, own: dict[str, Any]) -> Launch:
+    own = dict(own, rows=call.problem.slots, BY_TOKEN=False, V_FIRST=True)
+    return wy_launch(call.problem, call.t, call.arch, own)
 
 
 def wy_dqkg(problem: WyProblem, t: WyTensors, arch: int, outputs: Outputs) -> list[Launch]:
     """`chunk_bwd_wy_dqkg`."""
-    own = dict(wy_results(outputs), grad_Akk=outputs["dA"], BETA="value", L2NORM=False, BY_TOKEN=True)
-    return [wy_launch(problem, arch, WyOperands.of(t), own)]
+    own = wy_operands(t, t.A, t.h, t.v_new, t.dh, t.dv) | wy_results(outputs)
+    return [wy_launch(problem, t, arch, dict(own, BETA="value", L2NORM=False, BY_TOKEN=True))]

@@ -1,7 +1,5 @@
 """The command line, `flashdelta`."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -24,6 +22,3 @@ def main() -> None:
             raise
         print(f"flashdelta: {missing} is not installed; run: pip install {INSTALL[missing]}", file=sys.stderr)
         sys.exit(2)
-
-
-__all__ = ["main"]

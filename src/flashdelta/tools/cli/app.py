@@ -1,7 +1,5 @@
 """The commands and their options. Each hands over to a module of its own and turns the answer into an exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -53,8 +51,8 @@ def _end(report: dict, show: Callable[[dict, Console], None], json: bool, passed
     raise typer.Exit(0 if passed else 1)
 
 
-def _backend(name: str) -> str:
-    if name not in backends.NAMES:
+def _backend(name: Optional[str]) -> Optional[str]:
+    if name not in (None, *backends.NAMES):
         raise typer.BadParameter(f"must be one of {', '.join(backends.NAMES)}; got {name!r}")
     return name
 
@@ -66,7 +64,13 @@ def _device(name: Optional[str]) -> str:
 
 Backend = Annotated[str, typer.Option(callback=_backend, help="auto, or a backend by name.")]
 Device = Annotated[Optional[str], typer.Option(callback=_device, help="Where to run.", show_default="the GPU if any")]
+Texts = Optional[list[str]]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+
+
+def _chosen(choices: str, default: str) -> Any:
+    """An option that may be repeated."""
+    return typer.Option(help=f"{choices}; repeatable.", show_default=default)
 
 
 def _say_version(asked: bool) -> None:
@@ -95,9 +99,7 @@ def doctor(device: Device = None, json: Json = False) -> None:
 
 @app.command()
 def verify(
-    backend: Annotated[
-        Optional[str], typer.Option(callback=lambda name: name and _backend(name), help="Only this backend.")
-    ] = None,
+    backend: Annotated[Optional[str], typer.Option(callback=_backend, help="Only this backend.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the long cases.")] = False,
     device: Device = None,
     json: Json = False,
@@ -146,19 +148,10 @@ def demo(
 def export(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write; created if missing.")],
     arch: Annotated[list[str], typer.Option(help="sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120; repeatable.")],
-    op: Annotated[
-        Optional[list[str]],
-        typer.Option(help="prefill_f32, prefill_bf16 or decode_bf16; repeatable.", show_default="all"),
-    ] = None,
-    size: Annotated[
-        Optional[list[str]], typer.Option(help="K,V,C, as in 128,128,64; repeatable.", show_default="all four")
-    ] = None,
-    gate: Annotated[
-        Optional[list[str]], typer.Option(help="none, logsigmoid; repeatable.", show_default="both")
-    ] = None,
-    precision: Annotated[
-        Optional[list[str]], typer.Option(help="tf32x3 or ieee, of prefill_f32; repeatable.", show_default="tf32x3")
-    ] = None,
+    op: Annotated[Texts, _chosen("prefill_f32, prefill_bf16 or decode_bf16", "all")] = None,
+    size: Annotated[Texts, _chosen("K,V,C, as in 128,128,64", "all four")] = None,
+    gate: Annotated[Texts, _chosen("none, logsigmoid", "both")] = None,
+    precision: Annotated[Texts, _chosen("tf32x3 or ieee, of prefill_f32", "tf32x3")] = None,
     jobs: Annotated[Optional[int], typer.Option(min=1, help="Kernels to compile at once.")] = None,
 ) -> None:
     """Compile kernels ahead of time and write them as a C library: header, sources, CMakeLists.txt. Needs no GPU."""

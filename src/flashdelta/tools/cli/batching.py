@@ -6,8 +6,6 @@ CUDA graph, sampling included: who joins or leaves changes what its tensors hold
 depend on the others, so that a request gets the text that it gets alone; the demo checks that.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

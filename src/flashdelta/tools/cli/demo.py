@@ -4,8 +4,6 @@ The prompt goes through the chunk form (prefill), the continuation token by toke
 prompt and continuation go through the chunk form once more, as a whole: both must score every token alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +23,9 @@ DEFAULT_PROMPT = (
     "A function is called with its arguments in parentheses. When the function returns, the value of the call is the "
     "object that the function gave back. If the function raises an exception, "
 )
-WEIGHTS = "tiny_lm.safetensors"
-WARMUP_TOKENS = 2
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""On the relative error of the logits: rounding of the compute dtype, through every layer."""
+"""Limits of the relative error of the logits: rounding of the compute dtype, through every layer."""
 
 _T = TypeVar("_T")
 
@@ -87,8 +83,7 @@ def run_demo(
 
 def place(model: KdaLanguageModel) -> dict[str, Any]:
     """Names what a model runs on, and in which dtype."""
-    on_gpu = model.device.type == "cuda"
-    name = torch.cuda.get_device_name(model.device) if on_gpu else model.device.type
+    name = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return {"device": name, "dtype": str(model.embedding.weight.dtype).removeprefix("torch.")}
 
 
@@ -96,7 +91,7 @@ def demo_model(prompt: str | None, backend: str, device: torch.device) -> KdaLan
     """The model in the package, to continue `prompt`."""
     rule("prompt", prompt != "", "at least one character", "an empty text")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with resources.as_file(resources.files(__package__) / "assets" / WEIGHTS) as path:
+    with resources.as_file(resources.files(__package__) / "assets" / "tiny_lm.safetensors") as path:
         return load_model(path, device=device, dtype=dtype, chunk_size=32, backend=backend)
 
 
@@ -105,7 +100,7 @@ def _write(model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: fl
     """The written tokens `[1, N]`; logits `[1, N + 1, vocabulary]`, after the prompt and after every written token; seconds of
     prefill and of decoding."""
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    model.generate(prompt, WARMUP_TOKENS)  # compiles what the timed calls will use
+    model.generate(prompt, 2)  # compiles what the timed calls will use
     (logits, caches), prefill_s = timed(lambda: model(prompt, return_caches=True), prompt.device)
     after_prompt = logits[:, -1]
     steps = model.steps(after_prompt, caches, temperature=temperature, generator=generator)

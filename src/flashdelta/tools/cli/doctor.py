@@ -1,7 +1,5 @@
 """`flashdelta doctor`: what is here, what can run, and is it right."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`flashdelta export`: the kernels as a C library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

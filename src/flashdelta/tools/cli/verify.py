@@ -1,7 +1,5 @@
 """`flashdelta verify`: every backend against the float64 token recurrence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +14,7 @@ from ... import backends
 from ..cases import TOLERANCE, VERIFY, Case, as_recurrent, make_call, relative_error, truth
 from ..environment import environment
 
-OPERATORS: dict[str, Callable[..., tuple]] = {
-    "chunk": flashdelta.chunk_kda,
-    "recurrent": flashdelta.fused_recurrent_kda,
-}
+OPERATORS: dict[str, Callable] = {"chunk": flashdelta.chunk_kda, "recurrent": flashdelta.fused_recurrent_kda}
 
 
 CASES = [(case, dtype) for dtype, cases in VERIFY.items() for case in cases]

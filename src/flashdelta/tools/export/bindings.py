@@ -2,8 +2,6 @@
 of this file beside the C sources. The structs and functions are flashdelta.h's, which says what they mean.
 """
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_size_t, c_void_p
 
@@ -84,8 +82,7 @@ class Library:
 
     def workspace_bytes(self, args: PrefillArgs, dtype: str = "f32") -> int:
         found = c_size_t()
-        query = getattr(self.functions, f"fd_prefill_{dtype}_workspace")
-        self.check(query(ctypes.byref(args), ctypes.byref(found)))
+        self.check(getattr(self.functions, f"fd_prefill_{dtype}_workspace")(ctypes.byref(args), ctypes.byref(found)))
         return found.value
 
     def prefill(self, args: PrefillArgs, stream: int = 0, dtype: str = "f32") -> None:

@@ -1,7 +1,5 @@
 """The kernels that an export holds, and their compilation for GPUs that need not be there."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -131,8 +129,7 @@ def sample_decode(
     pool = torch.empty_strided((slots, H, V, K), (pitch or H * V * K, V * K, K, 1), device="meta")
     index = torch.empty(N, dtype=torch.int32, device="meta")
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": pool, "ssm_state_indices": index}
-    call = check(recurrent_kda, **tensors, gate=gate, use_qk_l2norm_in_kernel=False)
-    (launch,) = only_launches(build(*call, arch))
+    (launch,) = only_launches(build(*check(recurrent_kda, **tensors, gate=gate, use_qk_l2norm_in_kernel=False), arch))
     return launch
 
 

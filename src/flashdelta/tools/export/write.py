@@ -1,7 +1,5 @@
 """Writes an export: the files of c/ with what this export holds filled in, the table of kernels, and their machine code."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,9 +7,6 @@ from ...problem.errors import rule
 from ...problem.operations import PREFILL_GATES, PREFILL_SIZES
 from . import bindings
 from .cubins import OPS, Kernel, parameters_of, wanted_kernels
-
-C_FILES = Path(__file__).parent / "c"
-BINDINGS = "flashdelta_ctypes.py"
 
 NUMBERS_A_LINE = 32
 
@@ -24,11 +19,11 @@ def write(kernels: Sequence[Kernel], out: Path, version: str) -> list[Path]:
     """
     rule("kernels", len(kernels) > 0, "at least one", "none")
     out.mkdir(parents=True, exist_ok=True)
-    texts = {path.name: path.read_text() for path in sorted(C_FILES.iterdir())}
+    texts = {path.name: path.read_text() for path in sorted((Path(__file__).parent / "c").iterdir())}
     for mark, text in marks(kernels, version).items():
         texts = {name: template.replace(f"@{mark}@", text) for name, template in texts.items()}
     texts |= {f"{kernel.symbol}.c": machine_code(kernel) for kernel in kernels}
-    texts[BINDINGS] = Path(bindings.__file__).read_text()
+    texts["flashdelta_ctypes.py"] = Path(bindings.__file__).read_text()
     for name, text in texts.items():
         (out / name).write_text(text)
     return [out / name for name in texts]

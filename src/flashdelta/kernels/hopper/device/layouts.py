@@ -11,8 +11,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...shared.gluon.compat import copy_async
+from ...shared.gluon.steps import ROWS
 from ...shared.states import load_state, store_state
-from .compat import copy_async
 
 C = gl.constexpr(64)
 """Tokens of a chunk."""
@@ -23,14 +24,9 @@ BV = gl.constexpr(64)
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 """Accumulators `[64, 64]` of four warps."""
 
-ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
-"""Accumulators `[64, 32]`."""
 
 LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC.value, k_width=2))
 """A left operand in registers. An accumulator rounded to bf16 has this layout: no data moves."""
-
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Rows of bf16 as four warps copy them, 16 bytes per thread."""
 
 
 @gluon.jit
@@ -179,7 +175,7 @@ def store_rows(out, token, x, count, staging_s):
     """Stores `x` as `count` rows that lie `token` elements apart; bf16 16 bytes at a time if there is shared memory to change
     the layout in."""
     x = x.to(out.dtype.element_ty)
-    if staging_s is not None and out.dtype.element_ty == gl.bfloat16:
+    if staging_s is not None and out.dtype.element_ty.primitive_bitwidth == 16:
         staging_s.store(x)
         x = staging_s.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
     layout: gl.constexpr = x.type.layout
@@ -188,8 +184,14 @@ def store_rows(out, token, x, count, staging_s):
 
 
 @gluon.jit
+def half_rows(x):
+    """`x [64, K]` as `[64, 2, K / 2]`; of an accumulator of 2 x 4 warps each has a half of its rows."""
+    return x.reshape([C, 2, x.shape[1] // 2])
+
+
+@gluon.jit
 def load_rows(x, token, count, layout: gl.constexpr, K):
-    """64 rows of float32, in the layout; zeros from `count` on."""
+    """64 rows, in the layout; zeros from `count` on."""
     row, column = row_column(C, K, layout)
     return gl.load(x + row * token + column, mask=row < count, other=0.0)
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import base_value
 
-from .compat import aggregate, copy_tile, reinterpret
+from ...shared.gluon.compat import aggregate, copy_tile, reinterpret
 from .layouts import BV, C
 
 TILE_BYTES = gl.constexpr(8192)
@@ -124,36 +124,6 @@ def make_channel(tiles, place):
 def next_phase(phase):
     """The phase of a channel's next copy."""
     return phase ^ 1
-
-
-@aggregate
-class Decision:
-    """Yes or no, once, from the computing warps to the loader."""
-
-    value: gl.shared_memory_descriptor
-    made: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def make(self, yes):
-        """The computing warps'."""
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.value.store(gl.full([1], 0, gl.int32, layout=layout) + yes.to(gl.int32))
-        mbarrier.arrive(self.made, count=1)
-
-    @gluon.jit
-    def wait(self):
-        """The loader's: the decision, once it is made."""
-        mbarrier.wait(self.made, 0)
-        return gl.max(self.value.load(gl.BlockedLayout([1], [32], [1], [0])), axis=0) > 0
-
-
-@gluon.jit
-def make_decision():
-    """A fence and a barrier must come before it is used, as in `make_ring`."""
-    value = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(made, count=1)
-    return Decision(value, made)
 
 
 THREADS = gl.constexpr(128)

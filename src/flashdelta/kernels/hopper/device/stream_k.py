@@ -12,17 +12,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...shared.gluon.steps import add
 from ...shared.segments import chunks_of
 from ...shared.sequences import clamp_bounds, span_count
 from .layouts import C
 
 SHORT = gl.constexpr(2)
 """Chunks at a tile's start or end that are not cut off: passing the state on takes as long."""
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 @gluon.jit

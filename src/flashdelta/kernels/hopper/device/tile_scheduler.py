@@ -13,6 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import base_value
 
+from ...shared.gluon.compat import aggregate
+from ...shared.gluon.math import reciprocal
 from ...shared.segments import chunks_of, outgoing_sequence, part_of_span, place_segment, segment_of
 from ...shared.sequences import (
     chunk_of_sequence,
@@ -23,7 +25,6 @@ from ...shared.sequences import (
     span_count,
     span_extent,
 )
-from .compat import aggregate
 from .layouts import BV, C
 from .stream_k import range_tile, range_tiles
 
@@ -35,8 +36,9 @@ class WorkTile:
     """Chunks `[first, stop)` of a sequence and value head; `stop` is 0 at the sequence's end. `begin`, `end`: tokens, of the
     work tile, but with checkpoints of the whole sequence, each of whose spans has a grid of chunks of its own; `slot`: the
     chunk slot at `begin`; `num_spans`: checkpoint spans of the sequence. `is_segment`: it is a segment of a split sequence;
-    `segment`: the segment's number times value heads plus the head. `carry_in`: by stream-K the state before it comes from the
-    CTA before; `carry_out`: that after it goes to the next."""
+    `segment`: the segment's number times value heads plus the head. `fresh`: 1 if it begins from zeros with the chunk before
+    `first`, which forgets, else 0. `carry_in`: by stream-K the state before it comes from the CTA before; `carry_out`: that
+    after it goes to the next."""
 
     head: base_value
     n: base_value
@@ -49,6 +51,7 @@ class WorkTile:
     stop: base_value
     is_segment: base_value
     segment: base_value
+    fresh: base_value
     carry_in: base_value
     carry_out: base_value
 
@@ -62,6 +65,8 @@ class TileScheduler:
             tile = scheduler.tile(k, segments)
 
     `tile_range`: of `stream_k_range`, or None; `first_segment [N + 1]`: of `plan_segments`, None if no sequence may be split.
+    `forgets`: which chunks do, of `prepare`, or None. A sequence that may not be split then has up to `parts` parts: where the
+    chunk before one forgets, a work tile begins.
     """
 
     tile_range: base_value
@@ -74,6 +79,8 @@ class TileScheduler:
     slots: base_value
     checkpoints: base_value
     SLICES: gl.constexpr
+    forgets: base_value
+    parts: base_value
 
     @gluon.jit
     def slice(self):
@@ -84,7 +91,7 @@ class TileScheduler:
     def count(self):
         """How many work tiles the CTA has, and how many segments the sequences have: more than sequences if any is split."""
         if self.tile_range is None:
-            tiles = persistent_count(self.N * self.HV, self.SLICES)
+            tiles = persistent_count(self.N * self.HV * self.parts, self.SLICES)
         else:
             tile0, chunk0, tile1, chunk1 = self.tile_range
             tiles = range_tiles(tile0, chunk0, tile1, chunk1)
@@ -100,17 +107,19 @@ class TileScheduler:
     def tile(self, k, segments):
         """The CTA's work tile number `k`."""
         if self.first_segment is None:
-            head, n, batch, begin, end, slot, num_spans, first, stop = self._of_sequence(k)
+            head, n, batch, begin, end, slot, num_spans, first, stop, fresh = self._of_sequence(k)
             segment: gl.constexpr = 0
         else:
             if segments > self.N:
-                head, n, batch, begin, end, slot, num_spans, first, stop, segment, _ = self._of_segment(k, 0)
+                head, n, batch, begin, end, slot, num_spans, first, stop, segment, _, fresh, _ = self._of_segment(k, 0)
             else:
-                head, n, batch, begin, end, slot, num_spans, first, stop = self._of_sequence(k)
+                head, n, batch, begin, end, slot, num_spans, first, stop, fresh = self._of_sequence(k)
                 segment = n * 0
                 # tensors, if they are constants: both branches must have the same types
                 first += k * 0
                 stop += k * 0
+                if self.forgets is not None:
+                    fresh += k * 0
         if self.first_segment is None:
             is_segment: gl.constexpr = False
         else:
@@ -128,7 +137,7 @@ class TileScheduler:
         begin, end, slot = begin.to(gl.int32), end.to(gl.int32), slot.to(gl.int32)
         return WorkTile(
             *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
-            *(is_segment, segment, carry_in, carry_out),
+            *(is_segment, segment, fresh, carry_in, carry_out),
         )
 
     @gluon.jit
@@ -180,13 +189,18 @@ class TileScheduler:
     @gluon.jit
     def transition(self, k, K):
         """The segment of the CTA's transition number `k`, its place in the sequence, and how many of its chunks count: M of a
-        sequence's first segment is not needed, as the state before it is known."""
-        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place = self._of_segment(k, 1)
+        sequence's first segment is not needed, as the state before it is known. Nor is that of a segment that begins afresh,
+        nor anything of one before such a segment."""
+        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows = self._of_segment(
+            k, 1
+        )
         in_M = gl.program_id(0) % self.SLICES * BV < K
-        chunks = gl.where((place == 0) & in_M, 0, stop - first)
+        chunks = gl.where(((place == 0) | (fresh != 0)) & in_M, 0, stop - first + fresh)
+        if self.forgets is not None:
+            chunks = gl.where(follows != 0, 0, chunks)
         tile = WorkTile(
             *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
-            *(True, segment, False, False),
+            *(True, segment, fresh, False, False),
         )
         return tile, place, chunks
 
@@ -224,14 +238,37 @@ class TileScheduler:
         chunks = gl.where(goes_on, stop - first, 0)
         tile = WorkTile(
             *((at % self.HV).to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
-            *(True, at.to(gl.int64), False, False),
+            *(True, at.to(gl.int64), 0, False, False),
         )
         return tile, place, chunks
 
     @gluon.jit
+    def _forgets(self, slot, head, within):
+        """1 if the chunk before the one in chunk slot `slot` forgets all before it, else 0; 0 outside."""
+        return gl.load(self.forgets + ((slot - 1) * self.HV + head), mask=within, other=0)
+
+    @gluon.jit
+    def _part(self, place, chunks, slot, head):
+        """Chunks `[first, stop)` of part `place` of a sequence that begins in chunk slot `slot`, with the parts after it that
+        do not begin afresh, none if it does not itself; `stop` is 0 at the sequence's end. Each warp asks for all parts."""
+        length = part_length(chunks, self.parts)
+        part = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        afresh = self._forgets(slot + part * length, head, (part > 0) & (part * length < chunks))
+        fresh = gl.max(gl.where(part == place, afresh, 0), axis=0)
+        until = gl.min(gl.where((part > place) & (afresh != 0), part, 32), axis=0)
+        first = place * length
+        stop = gl.where(until < 32, until * length, 0)
+        return first, gl.where((place == 0) | (fresh != 0), stop, first), fresh
+
+    @gluon.jit
     def _of_sequence(self, k):
+        fresh: gl.constexpr = 0
+        PARTS: gl.constexpr = self.forgets is not None and self.first_segment is None
         if self.tile_range is None:
             tile = persistent_tile(k, self.SLICES)
+            if PARTS:
+                place = tile % self.parts
+                tile //= self.parts
             first: gl.constexpr = 0
             stop: gl.constexpr = 0
         else:
@@ -241,12 +278,14 @@ class TileScheduler:
         slot, spans = sequence_chunk_slots(
             self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C
         )
-        if self.tile_range is not None and self.checkpoint_offsets is None:
+        if PARTS:
+            first, stop, fresh = self._part(place, ((end - begin + C - 1) // C).to(gl.int32), slot, head)
+        if PARTS or (self.tile_range is not None and self.checkpoint_offsets is None):
             if stop > 0:
                 end = begin + stop * C
-            begin += first * C
-            slot += first
-        return head, n, batch, begin, end, slot, spans, first, stop
+            begin += (first - fresh) * C
+            slot += first - fresh
+        return head, n, batch, begin, end, slot, spans, first, stop, fresh
 
     @gluon.jit
     def _of_segment(self, k, skipped):
@@ -257,13 +296,20 @@ class TileScheduler:
             n, place, places, self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, self.slots, self.T, C
         )
         last = place + 1 == places
+        head = (tile % self.HV).to(gl.int64)
+        fresh: gl.constexpr = 0
+        follows: gl.constexpr = 0
+        if self.forgets is not None:
+            fresh = self._forgets(slot + first, head, place > 0)
+            # of the segment after it: neither load waits for the other
+            follows = self._forgets(slot + stop, head, ~last)
         if self.checkpoint_offsets is None:
             end = gl.where(last, end, begin + stop * C)
-            begin += first * C
-            slot += first
+            begin += (first - fresh) * C
+            slot += first - fresh
         stop = gl.where(last, 0, stop)
-        head = (tile % self.HV).to(gl.int64)
-        return head, n, batch, begin, end, slot, num_spans, first, stop, tile + n * (skipped * self.HV), place
+        segment = tile + n * (skipped * self.HV)
+        return head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows
 
 
 @gluon.jit
@@ -372,12 +418,13 @@ def last_chunks_first(HV, BY_HEAD):
 
 @gluon.jit
 def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, SELECT=False):
-    """Batch row, first token and token count of a chunk slot; 0 or less if it has no chunk. `SELECT`: of sequences of
-    one length the slots before the row's are taken off by a select, without which ptxas of Triton 3.6 serialises the MMAs of
-    `prepare` with unbounded gates."""
+    """Batch row, first token and token count of a chunk slot; 0 or less if it has no chunk; the first token of its sequence.
+    `SELECT`: of sequences of one length the slots before the row's are taken off by a select, without which ptxas of Triton 3.6
+    serialises the MMAs of `prepare` with unbounded gates."""
     before = slots
     if cu_seqlens is None:
         bounds: gl.constexpr = None
+        begin: gl.constexpr = 0
         n = 0
         if slot >= slots:  # a division takes as long as dozens of other instructions
             n = slot // slots
@@ -387,7 +434,36 @@ def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T
     else:
         n, begin, end = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
         bounds = (begin, end)
-    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, before, T, C, gl.int32, bounds)
+    batch, start, count = chunk_of_sequence(
+        cu_seqlens, checkpoint_offsets, checkpoints, n, slot, before, T, C, gl.int32, bounds
+    )
+    return batch, start, count, begin
+
+
+@gluon.jit
+def part_length(chunks, parts):
+    """Chunks of a part, at least two, of a sequence that has so many and is not split."""
+    return gl.maximum((chunks + parts - 1) // parts, 2)
+
+
+@gluon.jit
+def may_end_part(start, count, parts):
+    """Says whether a work tile may begin after the chunk at token `start` of a sequence with `count` tokens from there on."""
+    passed = start // C + 1
+    length = part_length(passed + (count - 1) // C, parts)
+    return (count > C) & (passed % length == 0)
+
+
+@gluon.jit
+def may_end_segment(start, count, room, shortest):
+    """Says the same of segments, whose number is not known yet: whether any number that may be planned puts a border there. A
+    lane tries two. Division by float32 is exact for up to 2^15 chunks; of more a border may be missed, which begins nothing."""
+    passed = start // C + 1
+    chunks = passed + (count - 1) // C
+    parts = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [gl.num_warps()], [0])) + 2
+    border = ((passed * parts + parts - 0.5) * reciprocal(chunks.to(gl.float32))).to(gl.int32)
+    ends = (border * chunks >= passed * parts) & (parts * shortest <= chunks) & (parts <= 1 + room)
+    return (count > C) & (gl.max(ends.to(gl.int32), axis=0) != 0)
 
 
 @gluon.jit

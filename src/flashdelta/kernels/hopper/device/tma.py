@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .compat import barrier, reinterpret, store_tile
+from ...shared.gluon.compat import barrier, reinterpret, store_tile
 
 
 @gluon.jit
@@ -29,6 +29,7 @@ def wait_tiles(channels, phase):
 def tma_store(tiles, first, second, third, x, place):
     """Starts the copy of `x` to the tile at these coordinates, but for what is past the tensor's end, by way of `place`, which
     may be written again after `tma.store_wait`."""
+    x = x.to(tiles.dtype)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([x.shape[0], x.shape[1]], x.dtype)
     reinterpret(place, x.dtype, [x.shape[0], x.shape[1]], layout).store(x)
     fence_async_shared()

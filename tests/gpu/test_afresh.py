@@ -1,7 +1,8 @@
-"""Segments on trial on `hopper`: from what the chunk before them leaves if it forgets all before it, else by transitions."""
+"""Work tiles on `hopper` that begin where a chunk forgets all before it: segments, and parts of whole sequences."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.kernels.hopper import segments
+from flashdelta.kernels.hopper import launch, segments
 from flashdelta.runtime.call import CACHE
 from flashdelta.tools.devices import capture
 
@@ -23,9 +24,11 @@ pytestmark = pytest.mark.gpu
 CASES = [
     replace(KIMI, name="one", T=8192, H=8, HV=8, state=FP32),
     replace(KIMI, name="packed", lengths=(6000, 100, 0, 2092), H=4, HV=8, state=FP32, v_first=True),
-    replace(UNBOUNDED, name="half as wide", T=8192, H=16, HV=16, K=64, V=64, state=BF16, h=True),
+    replace(UNBOUNDED, name="half as wide", T=8192, H=16, HV=16, K=64, V=64, state=BF16),
+    replace(KIMI, name="parts", T=1024, H=4, HV=4, state=FP32),
+    replace(KIMI, name="parts in steps", T=4096, H=32, HV=32, state=FP32),
 ]
-ONE, PACKED, HALF = CASES
+ONE, PACKED, *_ = CASES
 
 
 def hopper_call(case: Case, memory: str) -> dict:
@@ -36,25 +39,27 @@ def in_segments(call: dict) -> tuple[torch.Tensor, ...]:
     found = fd.explain(fd.chunk_kda, **call)
     if found.chosen != "hopper":
         pytest.skip("no Hopper GPU")
-    assert max(found.segments) > 1
+    assert (max(found.segments) > 1) == (call["q"].shape[1] == 8192 and call["v"].shape[2] < 32)
     return poisoned(call)
 
 
-def without_trials(call: dict) -> tuple[torch.Tensor, ...]:
+def none_afresh(call: dict) -> tuple[torch.Tensor, ...]:
     try:
-        with mock.patch.object(segments, "may_try", lambda problem: False):
+        with contextlib.ExitStack() as stack:
+            for module in (launch, segments):
+                stack.enter_context(mock.patch.object(module, "may_begin_afresh", lambda problem: False))
             CACHE.clear()
-            return tuple(x.clone() for x in in_segments(call))
+            return tuple(x.clone() for x in poisoned(call))
     finally:
         CACHE.clear()
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 @pytest.mark.parametrize("memory", ["slow", "long", "new", "random"])
-def test_as_without_trials(case: Case, memory: str):
+def test_as_if_none_began_afresh(case: Case, memory: str):
     """To the bit where a channel stays, as nothing is tried there."""
     call = hopper_call(case, memory)
-    want = without_trials(call)
+    want = none_afresh(call)
     found = in_segments(call)
     hold(call, found, chunked_truth(call))
     if memory in ("slow", "long"):

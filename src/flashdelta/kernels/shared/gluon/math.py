@@ -1,16 +1,15 @@
-"""Arithmetic: fast exponentials, gates, norms, sums of log decays, MMAs of operands in two parts, 64-bit products."""
+"""Arithmetic: fast exponentials, gates, norms, MMAs of operands in two parts, 64-bit products."""
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from ...shared.gates import LOG2E
-from ...shared.mma import two_parts
-from ...shared.norms import L2_EPS
-from .layouts import C, row_column
+from ..gates import LOG2E
+from ..mma import two_parts
+from ..norms import L2_EPS
 
 LOWEST = gl.constexpr(-20.0 * 1.4426950408889634)
 """Least log2 decay of one step where decays have no bound: exp(-20) is 2e-9, less than float32 resolves beside 1."""
@@ -227,30 +226,16 @@ def low_pair(x, y):
 
 
 @gluon.jit
+def larger(x, y):
+    """The larger one, or a NaN."""
+    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
 def round_pairs(x):
     """`x` in bf16, two at a time: alone, a conversion takes four times as long."""
     asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def mma(a, b, acc):
-    """Starts `acc + a b`; not waited for."""
-    return warpgroup_mma(a, b, acc, is_async=True)
-
-
-@gluon.jit
-def mma_first(a, b, zero):
-    """Starts `a b`, of the type of `zero`; not waited for."""
-    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def mma3(a_high, a_low, b_high, b_low, acc, use_acc: gl.constexpr):
-    """Starts `acc + (a_high + a_low) (b_high + b_low)` without low times low: 16 bits of each operand count."""
-    acc = warpgroup_mma(a_high, b_high, acc, use_acc=use_acc, is_async=True)
-    acc = warpgroup_mma(a_high, b_low, acc, is_async=True)
-    return warpgroup_mma(a_low, b_high, acc, is_async=True)
 
 
 @gluon.jit
@@ -280,7 +265,7 @@ def column_halves(x, layout: gl.constexpr):
 def norm_factors(x, L2NORM):
     """`[64, 1]`: `1 / sqrt(sum x^2 + eps)` of the rows, or 1."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    factor = gl.full((C,), 1.0, gl.float32, layout=layout)
+    factor = gl.full((x.shape[0],), 1.0, gl.float32, layout=layout)
     if L2NORM:
         factor = gl.rsqrt(gl.sum(x * x, axis=1) + L2_EPS)
     return factor[:, None]
@@ -294,31 +279,3 @@ def decay_bias(dt_bias, head, rate, column, K, GATE, volatile: gl.constexpr = Fa
     if dt_bias is not None:
         bias += gate_bias(gl.load(dt_bias + head * K + column, volatile=volatile).to(gl.float32), rate, GATE)
     return bias[None, :]
-
-
-@gluon.jit
-def store_decays(high_s, low_s, x, bias, rate, lower_bound, valid, GATE, SAFE):
-    """Log2 decays of rows with the gate's input `x`, as float16 `high_s + low_s`: exact to 22 bits. None past the end."""
-    step = gate(x, bias, rate, GATE) * gl.where(valid, gate_unit(rate, lower_bound, GATE), 0.0)
-    if not SAFE:
-        step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
-    high = step.to(gl.float16)
-    high_s.store(high)
-    low_s.store((step - high.to(gl.float32)).to(gl.float16))
-    fence_async_shared()
-
-
-@gluon.jit
-def opaque_indices(T, N, layout: gl.constexpr):
-    """Rows `[64, 1]` and columns `[1, 64]` of weights that are a left operand in registers. The compiler must not know them:
-    ptxas writes the registers of constants when the MMA is already under way (`compile.late_operands`). T and N are not
-    negative, but the compiler does not know that."""
-    i, s = row_column(C, C, layout)
-    return i + (gl.minimum(T, 0) - gl.minimum(N, 0)), s
-
-
-@gluon.jit
-def weighted_sums(weights, high_s, low_s, zero):
-    """`weights [64, 64]`, small integers as a left operand, times `high_s + low_s [64, K]`; not waited for."""
-    acc = warpgroup_mma(weights, high_s, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(weights, low_s, acc, is_async=True)

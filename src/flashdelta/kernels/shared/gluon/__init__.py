@@ -1,0 +1,1 @@
+"""What Gluon kernels of all backends have in common."""
