@@ -543,8 +543,17 @@ LINE = (
 
 @functools.cache
 def all_launches() -> list[tuple[int, str, Launch]]:
-    """With architecture and variant. The same in every process, so that a place in the list says which is meant."""
-    return [(arch, x.name, launch) for x in VARIANTS for arch in x.architectures() for launch in x.launches(arch)]
+    """With architecture and variant. The same in every process, so that a place in the list says which is meant. GPUs other
+    than sm_80 and sm_90 have each kernel in the first variant of its sizes and dtype only."""
+    found, seen = [], set()
+    for x in VARIANTS:
+        for arch in x.architectures():
+            for launch in x.launches(arch):
+                key = arch, launch.kernel, x.K, x.V, x.dtype
+                if arch in (80, 90) or key not in seen:
+                    found.append((arch, x.name, launch))
+                seen.add(key)
+    return found
 
 
 def report(place: int, compiles: bool) -> dict:
