@@ -67,9 +67,11 @@ def train(row: Row, setup: Setup) -> Work:
         run = contenders.attn_gym(op, call, case)
         return run if isinstance(run, str) else contender(run, PEER_TOLERANCE)
 
+    ours = functools.partial(fd.chunk_kda, **call, backend=setup.backend)
     found = setup.peer("cudnn", cudnn)
     made: dict[str, Any] = {
-        "ours": contender(functools.partial(fd.chunk_kda, **call, backend=setup.backend), GRADIENT_TOLERANCE),
+        "ours": contender(ours, GRADIENT_TOLERANCE),
+        "ours_kept": contender(functools.partial(ours, disable_recompute=True), GRADIENT_TOLERANCE),
         "fla": setup.peer("fla", lambda f: contender(functools.partial(f, **contenders.shared(call)), PEER_TOLERANCE)),
         **({"cudnn": found} if isinstance(found, str) else found),
         "attn_gym": setup.peer("attn_gym", attn_gym),
