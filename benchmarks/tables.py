@@ -182,8 +182,8 @@ BESIDE = {
 """README's columns, each the fastest of these contenders."""
 
 
-def headlines() -> dict[str, tuple[str, dict[str, tuple[float, str]], str]]:
-    """By headline: our sustained time, by column how many times as fast ours is and the column's time, and the commit."""
+def headlines() -> dict[str, tuple[str, dict[str, tuple[float, str]], str, str]]:
+    """By headline: our sustained time, by column how many times as fast ours is and the column's time, the program, the commit."""
     found = {}
     for what, (results, name, unit) in HEADLINES.items():
         document = load(RESULTS / f"{results}.json")
@@ -196,7 +196,7 @@ def headlines() -> dict[str, tuple[str, dict[str, tuple[float, str]], str]]:
         # only where all of them have a time
         there = {x: {*of} & {*row["contenders"]} for x, of in BESIDE.items()}
         beside = {x: min((gains[w], said[w]) for w in of) for x, of in there.items() if of and of <= {*gains}}
-        found[what] = said["ours"], beside, document["runs"][row["run"]]["commit"][:7]
+        found[what] = said["ours"], beside, document["program"], document["runs"][row["run"]]["commit"][:7]
     return found
 
 
@@ -216,13 +216,13 @@ def served() -> list[list[str]]:
 
 def readme() -> str:
     lines = [["", "ours", *BESIDE, "GPU", "repeat with"]]
-    for what, (ours, beside, commit) in headlines().items():
+    for what, (ours, beside, program, commit) in headlines().items():
         results, name, _ = HEADLINES[what]
-        program, gpu = load(RESULTS / f"{results}.json")["program"], results.split("-")[1]
         cells = ["{1} ({0:.2f}x)".format(*beside[x]) if x in beside else "-" for x in BESIDE]
-        repeat = f'`python -m benchmarks.{program} --rows "{name}"`'
+        library = "FLASH_KDA=FILE " * ("FlashKDA" in beside)
+        repeat = f'`{library}python -m benchmarks.{program} --rows "{name}"`'
         link = f"[{what}](benchmarks/results/{results}.json)"
-        lines.append([link, ours, *cells, f"{gpu.upper()}, `{commit}`", repeat])
+        lines.append([link, ours, *cells, f"{results[-4:].upper()}, `{commit}`", repeat])
     return markdown(lines + served())
 
 
@@ -235,7 +235,7 @@ def picture() -> str:
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
-    for i, (what, (ours, beside, _)) in enumerate(rows.items()):
+    for i, (what, (ours, beside, *_)) in enumerate(rows.items()):
         times, fla = beside["FLA"]
         y, bar = 52 + 64 * i, width / times
         what = f"{what}, {HEADLINES[what][0][-4:].upper()}"
