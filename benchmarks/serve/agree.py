@@ -12,7 +12,7 @@ import math
 import random
 from types import SimpleNamespace
 
-from models import SCENARIOS, VOCABULARY, counters, run
+from models import SCENARIOS, VOCABULARY, accepted, counters, run
 
 CLASSES = 64
 LAYERS = {
@@ -165,9 +165,13 @@ def own(i: int, n: int, period: int | None = None) -> list[int]:
     return (found * (1 + n // max(1, len(found))))[:n]
 
 
-def serve(llm, prompts: list[list[int]], counts: list[int], classes: list[int]) -> tuple[list[list[int]], int]:
-    """The tokens that layers see of each request, and how many came from the prefix cache."""
-    allowed = [{"allowed_token_ids": [*range(c + CLASSES, VOCABULARY, CLASSES)]} for c in classes]
+def serve(
+    llm, prompts: list[list[int]], counts: list[int], classes: list[int], few: bool = False
+) -> tuple[list[list[int]], int]:
+    """The tokens that layers see of each request, and how many came from the prefix cache. `few`: of its class, request i may
+    answer with 1 to 4 tokens alone, so that drafts are accepted in whole, in part and not at all."""
+    each = [[*range(c + CLASSES, VOCABULARY, CLASSES)] for c in classes]
+    allowed = [{"allowed_token_ids": x[: 1 + i % 4] if few else x} for i, x in enumerate(each)]
     _, outputs = run(llm, prompts, counts, allowed)
     hits = sum(getattr(o, "num_cached_tokens", None) or 0 for o in outputs)
     return [p + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs)], hits
@@ -190,8 +194,9 @@ def parts(llm, name: str):
     if scenario.drafts:
         counts = [chance.randint(8, 48) for _ in range(24)]
         prompts = [own(i, chance.randint(1, 1500), 20) for i in range(24)]
-        found, _ = serve(llm, prompts, counts, [*range(24)])
-        yield "drafts", found, counters(llm, "spec_decode")
+        before = counters(llm, "spec_decode")
+        found, _ = serve(llm, prompts, counts, [*range(24)], few=True)
+        yield "drafts", found, {"accepted tokens per draft": accepted(llm, before)}
     longest = LENGTHS[:-1] if scenario.drafts else LENGTHS
     prompts = [own(30 + i, n) for i, n in enumerate(longest)]
     found, _ = serve(llm, prompts, [8] * len(prompts), [30 + i for i in range(len(prompts))])

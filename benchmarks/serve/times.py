@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from agree import LAYERS
-from models import MODES, SCENARIOS, counters, repeated, run, tokens
+from models import MODES, SCENARIOS, accepted, counters, repeated, run, tokens
 from together import Worker
 
 PROMPTS = (1024, 8192, 65536)
@@ -93,11 +93,7 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
         before = counters(llm, "spec_decode")
         few = {"allowed_token_ids": [*range(16, 20)]}  # so that some drafts are right
         seconds = run(llm, [repeated(next(fresh), 512) for _ in range(32)], 128, [few] * 32)[0]
-        drafts, accepted = (
-            sum(x - before.get(key, 0) for key, x in counters(llm, "spec_decode").items() if key.endswith(end))
-            for end in ("num_drafts", "num_accepted_tokens")
-        )
-        return accepted / drafts if kind == "accepted" else 32 * 128 / seconds
+        return accepted(llm, before) if kind == "accepted" else 32 * 128 / seconds
 
     if SCENARIOS[name].drafts:
         return {
