@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 import random
+import statistics
 from types import SimpleNamespace
 
 from models import SCENARIOS, VOCABULARY, accepted, counters, run
@@ -165,9 +166,7 @@ def own(i: int, n: int, period: int | None = None) -> list[int]:
     return (found * (1 + n // max(1, len(found))))[:n]
 
 
-def serve(
-    llm, prompts: list[list[int]], counts: list[int], classes: list[int], few: bool = False
-) -> tuple[list[list[int]], int]:
+def serve(llm, prompts: list, counts: list, classes: list, few: bool = False) -> tuple[list[list[int]], int]:
     """The tokens that layers see of each request, and how many came from the prefix cache. `few`: of its class, request i may
     answer with 1 to 4 tokens alone, so that drafts are accepted in whole, in part and not at all."""
     each = [[*range(c + CLASSES, VOCABULARY, CLASSES)] for c in classes]
@@ -185,11 +184,10 @@ def parts(llm, name: str):
     """Name, sequences, and what else there is to say, of each part."""
     scenario, chance = SCENARIOS[name], random.Random(0)
     if scenario.blocks:
-        before = counters(llm, "preemptions")
+        before = sum(counters(llm, "preemptions").values())
         lengths = [1880 + 2 * i for i in range(16)]  # near a block's end, past which decodes need more blocks
         found, _ = serve(llm, [own(i, n) for i, n in enumerate(lengths)], [60] * 16, [*range(16)])
-        after = counters(llm, "preemptions")
-        yield "preemption", found, {"preemptions": sum(after.values()) - sum(before.values())}
+        yield "preemption", found, {"preemptions": sum(counters(llm, "preemptions").values()) - before}
         return
     if scenario.drafts:
         counts = [chance.randint(8, 48) for _ in range(24)]
@@ -274,11 +272,6 @@ def distance(a: list[list[float]], b: list[list[float]]) -> tuple[float, float]:
     return (sum(every) / len(every), max(every)) if all(map(math.isfinite, every)) else (math.inf, math.inf)
 
 
-def geometric(rows: list[dict]) -> float | None:
-    ratios = [row["ratio"] for row in rows if row["ratio"]]
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-
-
 LAYER, MEAN, ITSELF = 1.05, 1.0, 3.0
 """Bounds of on's error over off's: in a layer, and in the geometric mean of all; and of what off differs from itself."""
 
@@ -288,8 +281,8 @@ def passes(rows: list[dict], logs: list[dict]) -> list[str]:
     bad = [r for r in rows if any(r["missing"]) or r["ratio"] is None or not r["ratio"] <= LAYER]
     wrong = [f"{r['scenario']}, {r['part']}, layer {r['layer']}: {r['ratio']}" for r in bad]
     for name in dict.fromkeys(r["scenario"] for r in rows):
-        mean = geometric([r for r in rows if r["scenario"] == name])
-        wrong += [] if mean is not None and mean <= MEAN else [f"{name}: geometric mean {mean}"]
+        mean = statistics.geometric_mean([r["ratio"] or math.inf for r in rows if r["scenario"] == name])
+        wrong += [] if mean <= MEAN else [f"{name}: geometric mean {mean}"]
     apart = [x for x in logs if not x["on"] <= ITSELF * x["off"]]
     wrong += ["{scenario}: log-probabilities, {what}: {on:.3g} apart, {off:.3g} of itself".format(**x) for x in apart]
     return wrong
