@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import importlib.metadata
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,19 +28,28 @@ PEERS = {
     "fla_gate": ("fla.ops.kda.gate", "kda_gate_fwd"),
     "fla_norm": ("fla.modules.norm.fused_norm_gate", "rms_norm_gated"),
     "fla_wy": ("fla.ops.kda.chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
-    "flash_kda": ("benchmarks.flashkda", "operators"),
+    "flash_kda": ("vllm", "_flashkda_C"),
+    "vllm_fused": ("vllm", "_C_stable_libtorch"),
     "cudnn": ("cudnn.linear_attention.ops", "kimi_delta_attention"),
     "attn_gym": ("attn_gym.linear.kda", "chunk_kda"),
     "engine": ("tests.support.engine_kernels", "own_functions"),
 }
-"""Module and function. FLA's public decode takes no slots, so its launcher is called."""
+"""Module and function, or a library of vLLM's. FLA's public decode takes no slots, so its launcher is called."""
+
+
+def operators(library: str) -> Any:
+    """The operators of a library of vLLM 0.33.0's: one in the folder `VLLM_LIBRARIES`, such as `vllm` of its unzipped wheel,
+    or that of the vLLM that is installed. They use PyTorch's stable ABI, so that they run under other versions of PyTorch."""
+    folder = os.environ.get("VLLM_LIBRARIES") or importlib.metadata.distribution("vllm").locate_file("vllm")
+    torch.ops.load_library(f"{folder}/{library}.abi3.so")
+    return getattr(torch.ops, library.removesuffix("_stable_libtorch"))
 
 
 def find(peer: str) -> Any:
     """The library's function, or why there is none."""
     module, name = PEERS[peer]
     try:
-        return getattr(importlib.import_module(module), name)
+        return operators(name) if module == "vllm" else getattr(importlib.import_module(module), name)
     except Exception as error:  # libraries probe GPUs and Triton while they are imported, and any of that may fail
         return f"can't be imported ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
 

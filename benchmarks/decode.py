@@ -168,7 +168,7 @@ def verify(row: Row, setup: Setup) -> Work:
     return Work(made, errors, {"bytes": decode_bytes(step)}, len(slots))
 
 
-PROGRAM = Program("decode", workloads.DECODE, make, peers=("fla_decode", "engine"))
+PROGRAM = Program("decode", workloads.DECODE, make, peers=("fla_decode", "engine", "vllm_fused"))
 
 if __name__ == "__main__":
     sys.exit(main(PROGRAM))

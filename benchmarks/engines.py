@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -129,7 +131,8 @@ def exact(model: Model, batch: Batch, states: Tensor, accepted: Tensor | None) -
 
 
 def whole_step(row: Row, setup: Setup) -> Work:
-    """A step with the convolution before it and the norm behind it, whose windows lie in a pool of their own."""
+    """A step with the convolution before it and the norm behind it, whose windows lie in a pool of their own: also by the
+    kernel that vLLM has for 12, 24, 48 and 96 heads and float32 states ("vllm_fused")."""
     case: Any = row.call
     model, count = model_of(case, setup), len(case.lengths)
     step = K3Step(model)
@@ -137,13 +140,24 @@ def whole_step(row: Row, setup: Setup) -> Work:
     rows, z = model.tokens(count), step.output_gate(count)
     pool, windows, some = model.pool(total), step.windows(total), slots[0][:CHECKED].long()
     batch, written = Batch(model, rows, case.lengths), [(pool, pool[some]), (windows, windows[some])]
+    batch.g = batch.g.contiguous()  # as vLLM has it
     step.backends()
 
     def make(run: Callable[..., Tensor], tolerance: float) -> Contender:
         return stepped(lambda at: run(batch, z, pool, windows, at), slots, written, some, tolerance)
 
+    def vllm_fused(operators: Any) -> Contender:
+        def fused_kda_decode(**call: Any) -> Tensor:
+            operators.fused_kda_decode(**call)
+            return call["out"]
+
+        own = copy.copy(step)
+        own.call = SimpleNamespace(fused_kda_decode=fused_kda_decode)
+        return make(own.fused, PEER_TOLERANCE)
+
     theirs = functools.partial(functools.partial, step.chain)
     found = contenders(case, setup, step.fused, theirs, make, TOLERANCE_FOR_FEW)
+    found["vllm_fused"] = setup.peer("vllm_fused", vllm_fused)
     apart = (torch.cat((x[:1], x)) for _, x in written)  # slot 0 is reserved
     few = len(some)
     o, states = step.exact(Batch(model, rows[:few], [1] * few), z[:few], *apart, model.index(range(1, few + 1)))

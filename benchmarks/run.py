@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -244,8 +243,7 @@ def record(path: Path, program: str, run: dict, row: dict) -> None:
 
 def measure_all(program: Program, rows: Sequence[Row], setup: Setup, path: Path) -> Iterator[dict]:
     """Measures and records rows one after another."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    run = {"date": now, **environment(setup.device), "ceilings": dict(setup.ceilings), "rounds": setup.rounds}
+    run = {**environment(setup.device), "ceilings": dict(setup.ceilings), "rounds": setup.rounds}
     for row in rows:
         print(f"measuring {row.name}", file=sys.stderr, flush=True)
         found = measure(program, row, setup)

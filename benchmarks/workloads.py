@@ -218,6 +218,7 @@ DECODE = (
         for layer, step in (("Kimi-Linear", "decode"), ("SGLang", "decode"), ("Kimi-K3", "whole step"))
         for H, state, N in _SERVED
     ),
+    *(served("Kimi-K3", 24, "whole step", f"N{N} fp32", (1,) * N) for N in (32, 128)),  # where vLLM fuses it, too
     *(served("Kimi-Linear", H, "verify", f"N{N} {x}", (4,) * N, STATES[x]) for H, x, N in _SERVED if N == 32),
 )
 

@@ -10,9 +10,10 @@ import functools
 import importlib
 import math
 import random
+import statistics
 from types import SimpleNamespace
 
-from models import SCENARIOS, VOCABULARY, counters, run
+from models import SCENARIOS, VOCABULARY, accepted, counters, run
 
 CLASSES = 64
 LAYERS = {
@@ -165,9 +166,11 @@ def own(i: int, n: int, period: int | None = None) -> list[int]:
     return (found * (1 + n // max(1, len(found))))[:n]
 
 
-def serve(llm, prompts: list[list[int]], counts: list[int], classes: list[int]) -> tuple[list[list[int]], int]:
-    """The tokens that layers see of each request, and how many came from the prefix cache."""
-    allowed = [{"allowed_token_ids": [*range(c + CLASSES, VOCABULARY, CLASSES)]} for c in classes]
+def serve(llm, prompts: list, counts: list, classes: list, few: bool = False) -> tuple[list[list[int]], int]:
+    """The tokens that layers see of each request, and how many came from the prefix cache. `few`: of its class, request i may
+    answer with 1 to 4 tokens alone, so that drafts are accepted in whole, in part and not at all."""
+    each = [[*range(c + CLASSES, VOCABULARY, CLASSES)] for c in classes]
+    allowed = [{"allowed_token_ids": x[: 1 + i % 4] if few else x} for i, x in enumerate(each)]
     _, outputs = run(llm, prompts, counts, allowed)
     hits = sum(getattr(o, "num_cached_tokens", None) or 0 for o in outputs)
     return [p + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs)], hits
@@ -181,17 +184,17 @@ def parts(llm, name: str):
     """Name, sequences, and what else there is to say, of each part."""
     scenario, chance = SCENARIOS[name], random.Random(0)
     if scenario.blocks:
-        before = counters(llm, "preemptions")
+        before = sum(counters(llm, "preemptions").values())
         lengths = [1880 + 2 * i for i in range(16)]  # near a block's end, past which decodes need more blocks
         found, _ = serve(llm, [own(i, n) for i, n in enumerate(lengths)], [60] * 16, [*range(16)])
-        after = counters(llm, "preemptions")
-        yield "preemption", found, {"preemptions": sum(after.values()) - sum(before.values())}
+        yield "preemption", found, {"preemptions": sum(counters(llm, "preemptions").values()) - before}
         return
     if scenario.drafts:
         counts = [chance.randint(8, 48) for _ in range(24)]
         prompts = [own(i, chance.randint(1, 1500), 20) for i in range(24)]
-        found, _ = serve(llm, prompts, counts, [*range(24)])
-        yield "drafts", found, counters(llm, "spec_decode")
+        before = counters(llm, "spec_decode")
+        found, _ = serve(llm, prompts, counts, [*range(24)], few=True)
+        yield "drafts", found, {"accepted tokens per draft": accepted(llm, before)}
     longest = LENGTHS[:-1] if scenario.drafts else LENGTHS
     prompts = [own(30 + i, n) for i, n in enumerate(longest)]
     found, _ = serve(llm, prompts, [8] * len(prompts), [30 + i for i in range(len(prompts))])
@@ -269,11 +272,6 @@ def distance(a: list[list[float]], b: list[list[float]]) -> tuple[float, float]:
     return (sum(every) / len(every), max(every)) if all(map(math.isfinite, every)) else (math.inf, math.inf)
 
 
-def geometric(rows: list[dict]) -> float | None:
-    ratios = [row["ratio"] for row in rows if row["ratio"]]
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-
-
 LAYER, MEAN, ITSELF = 1.05, 1.0, 3.0
 """Bounds of on's error over off's: in a layer, and in the geometric mean of all; and of what off differs from itself."""
 
@@ -283,8 +281,8 @@ def passes(rows: list[dict], logs: list[dict]) -> list[str]:
     bad = [r for r in rows if any(r["missing"]) or r["ratio"] is None or not r["ratio"] <= LAYER]
     wrong = [f"{r['scenario']}, {r['part']}, layer {r['layer']}: {r['ratio']}" for r in bad]
     for name in dict.fromkeys(r["scenario"] for r in rows):
-        mean = geometric([r for r in rows if r["scenario"] == name])
-        wrong += [] if mean is not None and mean <= MEAN else [f"{name}: geometric mean {mean}"]
+        mean = statistics.geometric_mean([r["ratio"] or math.inf for r in rows if r["scenario"] == name])
+        wrong += [] if mean <= MEAN else [f"{name}: geometric mean {mean}"]
     apart = [x for x in logs if not x["on"] <= ITSELF * x["off"]]
     wrong += ["{scenario}: log-probabilities, {what}: {on:.3g} apart, {off:.3g} of itself".format(**x) for x in apart]
     return wrong

@@ -8,6 +8,7 @@ place, so that offsets stay as they are, and zeros compress to nothing.
 
 from __future__ import annotations
 
+import argparse
 import lzma
 import shutil
 import struct
@@ -93,11 +94,15 @@ def pack(out: Path, piece: str, root: Path, names: list[str]) -> str:
     return f"{target}: {len(names)} files, {target.stat().st_size / 1e6:.1f} MB"
 
 
-def main(out: str, wheels: str | None = None) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("wheels", type=Path, nargs="?", help="keeps the downloads")
+    to, wheels = vars(parser.parse_args()).values()
     with tempfile.TemporaryDirectory() as folder:
-        work, to = Path(folder), Path(out)
+        work = Path(folder)
         to.mkdir(parents=True, exist_ok=True)
-        kept = Path(wheels or work / "wheels")
+        kept = wheels or work / "wheels"
         download(work, kept)
         pieces: dict[str, list[str]] = {"py": [], "c": [], "fa3": []}
         with zipfile.ZipFile(next(kept.glob("vllm-*.whl"))) as z:
@@ -118,4 +123,4 @@ def main(out: str, wheels: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main()

@@ -180,19 +180,25 @@ def counters(llm, *words: str) -> dict[str, float]:
     return {name.removeprefix("vllm:"): x for name, x in found.items() if any(word in name for word in words)}
 
 
+def accepted(llm, before: dict[str, float]) -> float:
+    """Accepted tokens per draft since the `counters` of "spec_decode" were `before`."""
+    gained = {name: x - before.get(name, 0) for name, x in counters(llm, "spec_decode").items()}
+    return gained["spec_decode_num_accepted_tokens"] / gained["spec_decode_num_drafts"]
+
+
 def described(llm) -> dict:
-    """Describes what is behind the numbers: versions, options, and what flashdelta says of itself."""
+    """Describes what is behind the numbers: date, commit, versions, options, and what flashdelta says of itself."""
     import torch
-    import triton
     import vllm
 
     from flashdelta.integrations import status
+    from flashdelta.tools.environment import environment, versions
 
     found = llm.llm_engine.vllm_config
-    return {
+    return environment(torch.device("cuda")) | {
         "flashdelta": status("vllm").state,
         "gpu": torch.cuda.get_device_name(),
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__},
+        "versions": versions() | {"vllm": vllm.__version__},
         "cudagraph_mode": str(found.compilation_config.cudagraph_mode),
         "mamba_cache_mode": found.cache_config.mamba_cache_mode,
         "block_size": found.cache_config.block_size,

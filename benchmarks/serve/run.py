@@ -62,21 +62,12 @@ def child(args: argparse.Namespace) -> None:
     models.register()
     folder = os.path.join(args.work, "models", f"{args.what}-{name}-{mode}")
     llm = models.engine(models.SCENARIOS[name], mode, SIZES[args.what], folder)
-    described = models.described(llm)
     if args.what != "memory":
         times.warm(llm, name)
     rows = times.rows(llm, name) if args.what == "times" else {}
-
-    def answers(line: str) -> dict:
-        if line == "agree":
-            return agree.report(llm, name)
-        if line == "memory":
-            return filled(llm)
-        if line == "rows":
-            return {"rows": [*rows]}
-        return {"found": rows[line]()} if line else described
-
-    together.serve_lines(args.child, args.work, answers)
+    known = {"": lambda: models.described(llm), "rows": lambda: {"rows": [*rows]}}
+    known |= {"agree": lambda: agree.report(llm, name), "memory": lambda: filled(llm)}
+    together.serve_lines(args.child, args.work, lambda x: known[x]() if x in known else {"found": rows[x]()})
 
 
 def filled(llm) -> dict:

@@ -8,11 +8,11 @@ go to `stock.json`, the table to the screen. What follows `--` goes to `vllm ser
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -44,7 +44,10 @@ def measured(model: str, options: list[str], on: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    model, *options = [x for x in sys.argv[1:] if x != "--"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("options", nargs="*", help="of `vllm serve`")
+    model, options = vars(parser.parse_args()).values()
     samples: dict[str, list[dict]] = {"off": [], "on": []}
     for _ in range(3):
         for mode, found in samples.items():

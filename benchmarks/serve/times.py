@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from agree import LAYERS
-from models import MODES, SCENARIOS, counters, repeated, run, tokens
+from models import MODES, SCENARIOS, accepted, counters, repeated, run, tokens
 from together import Worker
 
 PROMPTS = (1024, 8192, 65536)
@@ -30,35 +30,29 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
     def first_token(n: int) -> float:
         return 1e3 * run(llm, [tokens(next(fresh), n)], 1)[0]
 
-    def step(batch: int) -> float:
-        prompts = [[tokens(next(fresh), 64) for _ in range(batch)] for _ in range(2)]
-        first, whole = (run(llm, p, n)[0] for p, n in zip(prompts, (1, 1 + STEPS)))
-        return 1e3 * (whole - first) / STEPS
+    def seconds(prompts: list, n: int) -> float:
+        return run(llm, prompts, n)[0]
 
-    def calls(batch: int) -> float:
-        """Python functions that a step enters: the host's work, whatever its speed."""
-        counts = [0, 0]
-        for i, n in enumerate((1, 1 + STEPS)):
-            prompts = [tokens(next(fresh), 64) for _ in range(batch)]
+    def calls(prompts: list, n: int) -> int:
+        """Python functions that are entered: the host's work, whatever its speed."""
+        count = itertools.count()
+        sys.setprofile(lambda frame, event, arg: event == "call" and next(count))
+        run(llm, prompts, n)
+        sys.setprofile(None)
+        return next(count)
 
-            def entered(frame, event, arg, i=i):
-                counts[i] += event == "call"
-
-            sys.setprofile(entered)
-            run(llm, prompts, n)
-            sys.setprofile(None)
-        return (counts[1] - counts[0]) / STEPS
-
-    def busy(batch: int) -> float:
-        """The GPU's time in a step: all its kernels."""
+    def busy(prompts: list, n: int) -> float:
+        """The GPU's seconds: all its kernels."""
         import torch
 
-        def kernels(n: int) -> float:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-                run(llm, [tokens(next(fresh), 64) for _ in range(batch)], n)
-            return sum(x.self_device_time_total for x in found.key_averages())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            run(llm, prompts, n)
+        return sum(x.self_device_time_total for x in found.key_averages()) / 1e6
 
-        return (kernels(17) - kernels(1)) / 16e3
+    def step(what: Callable[[list, int], float], batch: int, scale: float = 1e3, steps: int = STEPS) -> float:
+        """What each step of a batch adds."""
+        first, whole = (what([tokens(next(fresh), 64) for _ in range(batch)], n) for n in (1, 1 + steps))
+        return scale * (whole - first) / steps
 
     def inside(n: int, gpu: bool) -> float:
         """KDA layers' own code in a prefill, which runs eagerly: the GPU's time of all layers together, or else the median of
@@ -93,11 +87,7 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
         before = counters(llm, "spec_decode")
         few = {"allowed_token_ids": [*range(16, 20)]}  # so that some drafts are right
         seconds = run(llm, [repeated(next(fresh), 512) for _ in range(32)], 128, [few] * 32)[0]
-        drafts, accepted = (
-            sum(x - before.get(key, 0) for key, x in counters(llm, "spec_decode").items() if key.endswith(end))
-            for end in ("num_drafts", "num_accepted_tokens")
-        )
-        return accepted / drafts if kind == "accepted" else 32 * 128 / seconds
+        return accepted(llm, before) if kind == "accepted" else 32 * 128 / seconds
 
     if SCENARIOS[name].drafts:
         return {
@@ -106,8 +96,8 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
         }
     found: dict[str, Callable[[], float]] = {
         **{f"first token of {n}": functools.partial(first_token, n) for n in PROMPTS[:2]},
-        **{f"step of {batch}": functools.partial(step, batch) for batch in BATCHES},
-        "count of Python calls in a step of 32": functools.partial(calls, 32),
+        **{f"step of {batch}": functools.partial(step, seconds, batch) for batch in BATCHES},
+        "count of Python calls in a step of 32": functools.partial(step, calls, 32, 1.0),
     }
     if SCENARIOS[name].heads != 32:  # a shard: what its fused step and its number of heads change
         return found
@@ -120,7 +110,8 @@ def rows(llm, name: str) -> dict[str, Callable[[], float]]:
         f"tokens/s, {REQUESTS} requests of {LONG} in, {SHORT} out": lambda: rate(
             [tokens(next(fresh), LONG) for _ in range(REQUESTS)], SHORT
         ),
-        **{f"GPU time of a step of {batch}": functools.partial(busy, batch) for batch in BATCHES},  # profiled, so last
+        # profiled, so last
+        **{f"GPU time of a step of {batch}": functools.partial(step, busy, batch, steps=16) for batch in BATCHES},
     }
 
 

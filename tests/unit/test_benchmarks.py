@@ -12,6 +12,8 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,15 @@ def test_other_libraries_are_held_to_the_truth_too():
     peers["fla"] = lambda **call: [1.1 * x for x in right(**call)]
     found = run.measure(program, row, setup_of(peers=peers))["contenders"]
     assert found["fla"]["problem"].startswith("wrong: error o 1.0e-01") and "cold_ms" not in found["fla"]
+
+
+def test_vllms_fused_step_writes_into_a_tensor():
+    def step(out: torch.Tensor, **call: Any) -> None:
+        fd.fused_kda_decode(**call, output=out.transpose(0, 1), null_index="non_positive", backend="reference")
+
+    setup = setup_of(peers={"vllm_fused": SimpleNamespace(fused_kda_decode=step)})
+    found = run.measure(importlib.import_module("benchmarks.decode").PROGRAM, ROWS["decode"][-1], setup)
+    assert found["contenders"]["vllm_fused"]["problem"] is None
 
 
 def test_readme_has_the_served_row_once_it_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,10 +1,11 @@
-"""The circumstances of a measurement: versions, GPU, driver, commit."""
+"""The circumstances of a measurement: date, versions, GPU, driver, commit."""
 
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -67,6 +68,7 @@ def gpu(device: torch.device) -> dict[str, object] | None:
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """All of the above, as JSON-ready values."""
-    found = {"device": str(device), "gpu": gpu(device), "driver": driver_version(), "cuda": torch.version.cuda}
+    """All of the above, and the date, as JSON-ready values."""
+    found: dict[str, object] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "device": str(device)}
+    found |= {"gpu": gpu(device), "driver": driver_version(), "cuda": torch.version.cuda}
     return found | {"platform": platform.platform(), "versions": versions(), "commit": git_commit()}
