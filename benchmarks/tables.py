@@ -219,7 +219,7 @@ def readme() -> str:
     for what, (ours, beside, program, commit) in headlines().items():
         results, name, _ = HEADLINES[what]
         cells = ["{1} ({0:.2f}x)".format(*beside[x]) if x in beside else "-" for x in BESIDE]
-        library = "FLASH_KDA=FILE " * ("FlashKDA" in beside)
+        library = "VLLM_LIBRARIES=FOLDER " * ("FlashKDA" in beside)
         repeat = f'`{library}python -m benchmarks.{program} --rows "{name}"`'
         link = f"[{what}](benchmarks/results/{results}.json)"
         lines.append([link, ours, *cells, f"{results[-4:].upper()}, `{commit}`", repeat])
