@@ -17,6 +17,7 @@ from triton.runtime import JITFunction
 
 from ..problem.arguments import extent
 from ..problem.problem import replaced
+from .workspace import SLOT
 
 _target = contextvars.ContextVar[torch.device | None]("_target", default=None)
 
@@ -34,14 +35,20 @@ def compiling_for(device: torch.device) -> Iterator[None]:
 
 def capability(device: torch.device) -> int:
     """The compute capability as one number, e.g. 90. The interpreter on the CPU takes the oldest supported GPU's tables."""
-    found = _properties(_target.get() if device.type == "meta" else device)
+    found = _properties_of(device)
     return 80 if found is None else 10 * found.major + found.minor
 
 
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors. Off a GPU, where kernels are only compiled or interpreted, those of an H200."""
-    found = _properties(_target.get() if device.type == "meta" else device)
+    found = _properties_of(device)
     return 132 if found is None else found.multi_processor_count
+
+
+def _properties_of(device: torch.device) -> Any:
+    target = _target.get()
+    # a device's type takes longer to ask than all else here
+    return _properties(device if target is None or device.type != "meta" else target)
 
 
 @functools.cache
@@ -60,12 +67,12 @@ Blackwell GPUs; kernels with 255 registers then spill up to 248 bytes and take u
 
 class Prepared(NamedTuple):
     """A launch made ready: the function that starts it, and the call of that without stream and addresses. `tensors`, and those
-    `described` by tensor descriptors: positions in the call, and addresses in slots."""
+    `described` by tensor descriptors: positions in the call, slots, and bytes from their beginnings."""
 
     act: Callable[..., object]
     call: list
-    tensors: list[tuple[int, int]]
-    described: list[tuple[int, int]]
+    tensors: list[tuple[int, int, int]]
+    described: list[tuple[int, int, int]]
     nbytes: Sequence[int] = ()
     """Bytes of the tensors of an exchange."""
     kernel: CompiledKernel | None = None
@@ -102,8 +109,8 @@ class Launch:
         microseconds per launch."""
         call = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments, *self.constants.values()]
         of_tensors, of_descriptors = _places(tuple(map(type, self.arguments)), ARGUMENTS)
-        tensors = [(i, at) for i in of_tensors if (at := call[i].data_ptr()) or call[i].numel() > 0]
-        described = [(i, call[i].base.data_ptr()) for i in of_descriptors]
+        tensors = [(i, *divmod(at, SLOT)) for i in of_tensors if (at := call[i].data_ptr()) or call[i].numel() > 0]
+        described = [(i, *divmod(call[i].base.data_ptr(), SLOT)) for i in of_descriptors]
         for i in of_tensors:
             call[i] = 0
         for i in of_descriptors:
@@ -225,19 +232,18 @@ def _places(kinds: tuple[type, ...], first: int = 0) -> tuple[list[int], list[in
     return tensors, [i for i, kind in enumerate(kinds, first) if not issubclass(kind, plain)]
 
 
-_integers: dict[tuple, list[int]] = {}
-"""Positions of integers for which Triton compiles a kernel anew where they are 1 or multiples of 16, by function and types."""
+_specialized: dict[tuple, tuple[list[int], list[int]]] = {}
+"""Positions of integers for which Triton compiles a kernel anew where they are 1 or multiples of 16, and of tensors, by
+function and types."""
 
 
 def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     """Properties that set the machine code: types, which arguments are None, alignment of addresses, and of some integers."""
     kinds = tuple(map(type, arguments))
-    integers = _integers.get((kernel.fn, kinds))
-    if integers is None:
+    places = _specialized.get((kernel.fn, kinds))
+    if places is None:
         ints = [i for i, (x, kind) in enumerate(zip(kernel.params, kinds)) if kind is int and not x.do_not_specialize]
-        integers = _integers[kernel.fn, kinds] = ints
-    found: list[object] = [kinds, *[(x == 1, x % 16 == 0, x > 2**31 - 1) for i in integers for x in [arguments[i]]]]
-    for i in _places(kinds)[0]:
-        x = arguments[i]
-        found += x.dtype, x.data_ptr() % 16
-    return found
+        places = _specialized[kernel.fn, kinds] = ints, _places(kinds)[0]
+    integers, tensors = [[arguments[i] for i in some] for some in places]
+    found = [(x == 1, x % 16 == 0, x > 2**31 - 1) for x in integers]
+    return [kinds, *found, *[x.dtype for x in tensors], *[x.data_ptr() % 16 for x in tensors]]

@@ -103,7 +103,10 @@ class Plan(Entry):
         """Makes it a plan of calls with `tensors` as they come: each of `t` is, or is a view of, the one at the index of its
         role."""
         found = [(index[role], x) for role, x in t.present().items()]
-        self.sources = [(i, x.data_ptr() - tensors[i].data_ptr()) for i, x in found]  # type: ignore[union-attr]
+        self.sources = [
+            (i, 0 if x is tensors[i] else x.data_ptr() - tensors[i].data_ptr())  # type: ignore[union-attr]
+            for i, x in found
+        ]
         self.count = len(tensors)
         if written is not None:
             self.writes, self.refuse = written.places, written.refuse
@@ -117,10 +120,10 @@ class Plan(Entry):
         # when each slot is first and last used
         first, last = dict[int, int](), dict[int, int]()
         for n, step in enumerate(steps):
-            now = dict.fromkeys([address // SLOT for _, address in (*step.tensors, *step.described)], n)
+            now = dict.fromkeys([slot for _, slot, _ in (*step.tensors, *step.described)], n)
             first, last = now | first, last | now
         # where each slot lies: its index among addresses, and what to add to an address in the slot for bytes from there
-        places = {begin // SLOT: (i, offset - begin) for begin, (i, offset) in zip(self.memory.begins, self.sources)}
+        places = {begin // SLOT: (i, offset - begin % SLOT) for begin, (i, offset) in zip(self.memory.begins, self.sources)}
         index = self.count
         new, scratch, done = (defaultdict[int, list](list) for _ in range(3))
         for name, x in self.outputs.items():
@@ -130,7 +133,7 @@ class Plan(Entry):
                 continue
             make = torch.zeros if slot in self.memory.zeroed else torch.empty
             new[first.get(slot, -1)].append((name, index, make, x.shape, x.dtype))
-            places[slot] = index, -slot * SLOT
+            places[slot] = index, 0
             index += 1
         # scratch with the same first and last use is one allocation
         spans = defaultdict[tuple[int, int], list[int]](list)
@@ -140,14 +143,14 @@ class Plan(Entry):
         for (begin, end), slots in spans.items():
             nbytes = 0
             for slot in slots:
-                places[slot] = index, nbytes - slot * SLOT
+                places[slot] = index, nbytes
                 nbytes += -(-self.memory.sizes[slot] // ALIGNMENT) * ALIGNMENT
             scratch[begin].append((index, nbytes))
             done[end].append(index)
             index += 1
 
-        def located(some: list[tuple[int, int]]) -> Pointers:
-            return tuple([(i, at, shift + address) for i, address in some for at, shift in [places[address // SLOT]]])
+        def located(some: list[tuple[int, int, int]]) -> Pointers:
+            return tuple([(i, at, begin + offset) for i, slot, offset in some for at, begin in [places[slot]]])
 
         bound = []
         for n, step in enumerate(steps):
@@ -220,5 +223,5 @@ def _prepared(step: Step) -> Prepared:
     if isinstance(step, Launch):
         return step.prepare()
     packets = step.packet, step.packets
-    tensors, nbytes = [(i, address_of(x)) for i, x in enumerate(packets)], [x.nbytes for x in packets]
+    tensors, nbytes = [(i, *divmod(address_of(x), SLOT)) for i, x in enumerate(packets)], [x.nbytes for x in packets]
     return Prepared(step.act, [step.group, step.way, step.to], tensors, [], nbytes)

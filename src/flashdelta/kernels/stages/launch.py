@@ -26,7 +26,7 @@ from ...problem.problem import (
     Tensors,
 )
 from ...program.launch import Launch
-from ...program.workspace import Layout
+from ...program.workspace import Layout, tensor_at
 from .copy import T, laid_out, read
 
 
@@ -98,12 +98,12 @@ def parameters(kernel: Callable[..., object]) -> tuple[tuple[str, bool, str, int
     return tuple(found)
 
 
-def plain_stride(name: str, x: Tensor, axis: int) -> int:
-    return x.stride(axis)
+def plain_strides(name: str, x: Tensor) -> tuple[int, ...]:
+    return x.stride()
 
 
 def bind(
-    kernel: JITFunction, problem: Problem, t: Tensors, own: Own, stride: Callable[..., int] = plain_stride
+    kernel: JITFunction, problem: Problem, t: Tensors, own: Own, strides_of: Callable[[str, Tensor], tuple[int, ...]] = plain_strides
 ) -> tuple[tuple, dict[str, Any]]:
     """The run-time and compile-time arguments of a kernel, in its order. A parameter takes what `own` has of its name, else the
     call's tensor of that name, else the field of its problem. `x_batch`, `x_token` and `x_head` are the strides of `x`, 0 of
@@ -113,13 +113,15 @@ def bind(
         AttributeError: a parameter that none of them has, with the kernel's name.
     """
     found = vars(t) | own  # type: ignore[operator]
-    arguments, constants = [], {}
+    arguments, constants, strides = [], {}, dict[str, tuple[int, ...]]()
     # `kernel` itself has a hash that is worked out each time
     for name, constant, of, axis, field in parameters(kernel.fn):
         if name in found:
             x = found[name]
         elif of in found:
-            x = 0 if found[of] is None else stride(of, found[of], axis)
+            if of not in strides:
+                strides[of] = (0, 0, 0) if found[of] is None else strides_of(of, found[of])
+            x = strides[of][axis]
         else:
             x = getattr(problem, field, found)
             if x is found:
@@ -138,7 +140,8 @@ FAR = 2**31
 
 def near(x: Tensor, unit: int) -> bool:
     """Says whether strides fit, in multiples of `unit` elements."""
-    return all([n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride())])
+    far, strides = FAR * unit, x.stride()
+    return max(strides, default=0) < far or all([n == 1 or s < far for n, s in zip(x.shape, strides)])
 
 
 def aligned(x: Tensor, unit: int = 8) -> bool:
@@ -148,17 +151,17 @@ def aligned(x: Tensor, unit: int = 8) -> bool:
     return inner == 1 and x.data_ptr() % 16 == 0 and math.gcd(*outer) % unit == 0 and near(x, 8)
 
 
-def stride_div8(name: str, x: Tensor, axis: int) -> int:
-    """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
-    stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
-    return stride if name == "beta" else stride // 8
+def strides_div8(name: str, x: Tensor) -> tuple[int, ...]:
+    """Strides in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
+    (batch, token, head, *_), unit = x.stride(), 1 if name == "beta" else 8
+    return batch // unit if x.shape[0] > 1 else 0, token // unit, head // unit
 
 
 def launch_div8(
     kernel: JITFunction, ctas: int, problem: Problem, t: Tensors, own: Own, num_warps: int = 4, **options: Any
 ) -> Launch:
     """A launch with the arguments that `bind` finds, strides as Hopper's kernels over chunks take them."""
-    return Launch(kernel, ctas, *bind(kernel, problem, t, own, stride_div8), num_warps, **options)
+    return Launch(kernel, ctas, *bind(kernel, problem, t, own, strides_div8), num_warps, **options)
 
 
 def launch(
@@ -274,9 +277,7 @@ def checkpoint_arguments(problem: ChunkProblem, t: ChunkTensors) -> dict[str, ob
 
 def or_empty(problem: AttentionProblem, *states: Tensor | None) -> list[Tensor]:
     """The states, with one empty tensor for all that the call does not have."""
-    # `new_empty` takes three times as long
-    absent = torch.empty(0, dtype=problem.state_dtype, device="meta") if any([x is None for x in states]) else None
-    return [absent if x is None else x for x in states]  # type: ignore[misc]
+    return [tensor_at(0, (0,), problem.state_dtype) if x is None else x for x in states]
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
