@@ -13,7 +13,7 @@ from ..problem.arguments import extent
 from ..problem.problem import Problem, Tensors, Written, replaced
 from .cache import Entry
 from .launch import STREAM, Address, Launch, Prepared, current_device, current_stream, hooked, show
-from .workspace import FIRST, SLOT, Slots, address_of
+from .workspace import FIRST, SLOT, SLOT_BITS, Slots, address_of
 
 Step = Launch | Exchange
 """A plan does one after another."""
@@ -102,11 +102,8 @@ class Plan(Entry):
     def locate(self, t: Tensors, tensors: Given, index: Mapping[str, int], written: Written | None = None) -> None:
         """Makes it a plan of calls with `tensors` as they come: each of `t` is, or is a view of, the one at the index of its
         role."""
-        found = [(index[role], x) for role, x in t.present().items()]
-        self.sources = [
-            (i, 0 if x is tensors[i] else x.data_ptr() - tensors[i].data_ptr())  # type: ignore[union-attr]
-            for i, x in found
-        ]
+        found = [(index[role], getattr(t, role)) for role in self.memory.roles]
+        self.sources = [(i, x.data_ptr() - tensors[i].data_ptr()) for i, x in found]  # type: ignore[union-attr]
         self.count = len(tensors)
         if written is not None:
             self.writes, self.refuse = written.places, written.refuse
@@ -118,12 +115,10 @@ class Plan(Entry):
         """Works out, for every step, where its arguments lie, and what comes and goes with it."""
         steps = [_prepared(x) for x in self.launches if isinstance(x, Exchange) or x.ctas > 0]
         # when each slot is first and last used
-        first, last = dict[int, int](), dict[int, int]()
-        for n, step in enumerate(steps):
-            now = dict.fromkeys([slot for _, slot, _ in (*step.tensors, *step.described)], n)
-            first, last = now | first, last | now
+        uses = [(address >> SLOT_BITS, n) for n, x in enumerate(steps) for _, address in (*x.tensors, *x.described)]
+        first, last = dict(reversed(uses)), dict(uses)
         # where each slot lies: its index among addresses, and what to add to an address in the slot for bytes from there
-        places = {begin // SLOT: (i, offset - begin % SLOT) for begin, (i, offset) in zip(self.memory.begins, self.sources)}
+        places = {begin // SLOT: (i, offset - begin) for begin, (i, offset) in zip(self.memory.begins, self.sources)}
         index = self.count
         new, scratch, done = (defaultdict[int, list](list) for _ in range(3))
         for name, x in self.outputs.items():
@@ -133,7 +128,7 @@ class Plan(Entry):
                 continue
             make = torch.zeros if slot in self.memory.zeroed else torch.empty
             new[first.get(slot, -1)].append((name, index, make, x.shape, x.dtype))
-            places[slot] = index, 0
+            places[slot] = index, -slot * SLOT
             index += 1
         # scratch with the same first and last use is one allocation
         spans = defaultdict[tuple[int, int], list[int]](list)
@@ -143,14 +138,14 @@ class Plan(Entry):
         for (begin, end), slots in spans.items():
             nbytes = 0
             for slot in slots:
-                places[slot] = index, nbytes
+                places[slot] = index, nbytes - slot * SLOT
                 nbytes += -(-self.memory.sizes[slot] // ALIGNMENT) * ALIGNMENT
             scratch[begin].append((index, nbytes))
             done[end].append(index)
             index += 1
 
-        def located(some: list[tuple[int, int, int]]) -> Pointers:
-            return tuple([(i, at, begin + offset) for i, slot, offset in some for at, begin in [places[slot]]])
+        def located(some: list[tuple[int, int]]) -> Pointers:
+            return tuple([(i, at, shift + x) for i, x in some for at, shift in [places[x >> SLOT_BITS]]])
 
         bound = []
         for n, step in enumerate(steps):
@@ -223,5 +218,5 @@ def _prepared(step: Step) -> Prepared:
     if isinstance(step, Launch):
         return step.prepare()
     packets = step.packet, step.packets
-    tensors, nbytes = [(i, *divmod(address_of(x), SLOT)) for i, x in enumerate(packets)], [x.nbytes for x in packets]
+    tensors, nbytes = [(i, address_of(x)) for i, x in enumerate(packets)], [x.nbytes for x in packets]
     return Prepared(step.act, [step.group, step.way, step.to], tensors, [], nbytes)

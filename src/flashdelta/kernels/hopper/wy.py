@@ -29,7 +29,7 @@ from ..shared.gates import LOG2E, decay_rate
 from ..shared.gluon.compat import barrier, reinterpret
 from ..shared.gluon.math import beta_value, decay_bias, exp2, norm_factors, reciprocal, token_offset, wide
 from ..shared.scalars import SCALARS_AND_STRIDES
-from ..stages.launch import AXES, StageCall, chunks, launch_div8, strides_div8
+from ..stages.launch import AXES, StageCall, chunks, launch_div8, stride_div8
 from ..stages.wy import wy_operands, wy_results
 from .device.layouts import C, copy_rows, half_rows, row_column, row_partials, store_rows
 from .device.pipeline import make_channel, next_phase
@@ -392,7 +392,7 @@ def wy_launch(problem: ChunkProblem, t: ChunkTensors | WyTensors, own: dict[str,
     fits = not problem.packed and problem.K == problem.V == 128
     persistent = fits and tiles > sms and all(0 not in rows[name].stride() for name in "qkgvo")
     # strides are those of the tensors themselves, also where tensor descriptors take their places
-    strides = {f"{name}_{axis}": n for name, x in rows.items() for axis, n in zip(AXES, strides_div8(name, x))}
+    strides = {f"{name}_{axis}": stride_div8(name, x, i) for name, x in rows.items() for axis, i in AXES.items()}
     own = dict(own, **strides, g_d=None, tile_count=tiles, PERSISTENT=persistent)
     if persistent:
         # of what is copied in whole tiles; single rows of `g` are read, too

@@ -98,12 +98,12 @@ def parameters(kernel: Callable[..., object]) -> tuple[tuple[str, bool, str, int
     return tuple(found)
 
 
-def plain_strides(name: str, x: Tensor) -> tuple[int, ...]:
-    return x.stride()
+def plain_stride(name: str, x: Tensor, axis: int) -> int:
+    return x.stride(axis)
 
 
 def bind(
-    kernel: JITFunction, problem: Problem, t: Tensors, own: Own, strides_of: Callable[[str, Tensor], tuple[int, ...]] = plain_strides
+    kernel: JITFunction, problem: Problem, t: Tensors, own: Own, stride: Callable[..., int] = plain_stride
 ) -> tuple[tuple, dict[str, Any]]:
     """The run-time and compile-time arguments of a kernel, in its order. A parameter takes what `own` has of its name, else the
     call's tensor of that name, else the field of its problem. `x_batch`, `x_token` and `x_head` are the strides of `x`, 0 of
@@ -113,15 +113,13 @@ def bind(
         AttributeError: a parameter that none of them has, with the kernel's name.
     """
     found = vars(t) | own  # type: ignore[operator]
-    arguments, constants, strides = [], {}, dict[str, tuple[int, ...]]()
+    arguments, constants = [], {}
     # `kernel` itself has a hash that is worked out each time
     for name, constant, of, axis, field in parameters(kernel.fn):
         if name in found:
             x = found[name]
         elif of in found:
-            if of not in strides:
-                strides[of] = (0, 0, 0) if found[of] is None else strides_of(of, found[of])
-            x = strides[of][axis]
+            x = 0 if found[of] is None else stride(of, found[of], axis)
         else:
             x = getattr(problem, field, found)
             if x is found:
@@ -140,8 +138,8 @@ FAR = 2**31
 
 def near(x: Tensor, unit: int) -> bool:
     """Says whether strides fit, in multiples of `unit` elements."""
-    far, strides = FAR * unit, x.stride()
-    return max(strides, default=0) < far or all([n == 1 or s < far for n, s in zip(x.shape, strides)])
+    strides = x.stride()
+    return max(strides, default=0) < FAR * unit or all([n == 1 or s < FAR * unit for n, s in zip(x.shape, strides)])
 
 
 def aligned(x: Tensor, unit: int = 8) -> bool:
@@ -151,17 +149,17 @@ def aligned(x: Tensor, unit: int = 8) -> bool:
     return inner == 1 and x.data_ptr() % 16 == 0 and math.gcd(*outer) % unit == 0 and near(x, 8)
 
 
-def strides_div8(name: str, x: Tensor) -> tuple[int, ...]:
-    """Strides in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
-    (batch, token, head, *_), unit = x.stride(), 1 if name == "beta" else 8
-    return batch // unit if x.shape[0] > 1 else 0, token // unit, head // unit
+def stride_div8(name: str, x: Tensor, axis: int) -> int:
+    """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
+    stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
+    return stride if name == "beta" else stride // 8
 
 
 def launch_div8(
     kernel: JITFunction, ctas: int, problem: Problem, t: Tensors, own: Own, num_warps: int = 4, **options: Any
 ) -> Launch:
     """A launch with the arguments that `bind` finds, strides as Hopper's kernels over chunks take them."""
-    return Launch(kernel, ctas, *bind(kernel, problem, t, own, strides_div8), num_warps, **options)
+    return Launch(kernel, ctas, *bind(kernel, problem, t, own, stride_div8), num_warps, **options)
 
 
 def launch(
