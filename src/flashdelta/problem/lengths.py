@@ -28,7 +28,7 @@ class Lengths:
         tensors overlap is left to `Plan.execute`. `options`: of a call that the launch cache may keep, with all else that rules
         may depend on; None for other calls, which are always validated."""
         kind = self.kind(given, options)
-        if kind is None or (known := self.known.get(kind)) is None:
+        if kind is None or kind not in self.known:
             problem, t = made = self.operation.check(given, dry=dry)
             if kind is not None:
                 if len(self.known) >= MOST:
@@ -37,7 +37,7 @@ class Lengths:
                 views = {role: x.shape for role, x in present.items() if x is not given[role]}
                 self.known[kind] = problem, [*present], views
             return made
-        problem, roles, views = known
+        problem, roles, views = self.known[kind]
         tensors, T = FAMILIES[type(problem)], given[self.operation.by_token[0]].shape[1]
         present = {role: given[role] for role in roles}
         present |= {role: given[role].view(shape) for role, shape in views.items()}
