@@ -227,7 +227,7 @@ MUTANTS = {
         ("program/workspace.py", "FIRST = 1 << 16", "FIRST = 0"),
         ("problem/lengths.py", "if len(lengths) == 1 else None", ""),
         ("runtime/call.py", "error=NoKernel if for_kernel else ValueError", "error=ValueError"),
-        ("program/launch.py", "found += x.dtype, x.data_ptr() % 16", "found += x.dtype, 0"),
+        ("program/launch.py", "x.data_ptr() % 16 for x in tensors", "0 for x in tensors"),
         ("program/workspace.py", "address += -(-x.nbytes // ALIGNMENT) * ALIGNMENT", "address += x.nbytes"),
         ("runtime/call.py", "count_writes(tensors, entry.writes)", "pass"),
         ("runtime/autograd.py", "found[role] = found[role].view(x.shape)", "pass"),

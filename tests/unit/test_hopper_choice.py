@@ -266,7 +266,7 @@ def test_warmup_compiles_what_calls_of_other_sizes_launch(
     compiled: set[tuple] = set()
     has_capability(monkeypatch, capability)
     monkeypatch.setattr(warmup, "find_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(launch, "_properties", lambda device: gpu if device is not None else None)
+    monkeypatch.setattr(launch, "_properties", lambda device, target: target and gpu)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(Launch, "compile", lambda self: compiled.add(self._key(0)) if self.ctas > 0 else None)

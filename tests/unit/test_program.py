@@ -383,7 +383,7 @@ def test_gradients_of_parameters_have_their_shapes(pretended: Started):
 
 def test_machine_code_depends_on_the_alignment_of_addresses():
     x = torch.zeros(8)
-    kinds = [_specialization(recurrence_kernel, (tensor,)) for tensor in (x, x[4:], x[1:])]
+    kinds = [_specialization(recurrence_kernel, (tensor,), (torch.Tensor,)) for tensor in (x, x[4:], x[1:])]
     assert kinds[0] == kinds[1] != kinds[2]
 
 

@@ -34,19 +34,21 @@ def compiling_for(device: torch.device) -> Iterator[None]:
 
 def capability(device: torch.device) -> int:
     """The compute capability as one number, e.g. 90. The interpreter on the CPU takes the oldest supported GPU's tables."""
-    found = _properties(_target.get() if device.type == "meta" else device)
+    found = _properties(device, _target.get())
     return 80 if found is None else 10 * found.major + found.minor
 
 
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors. Off a GPU, where kernels are only compiled or interpreted, those of an H200."""
-    found = _properties(_target.get() if device.type == "meta" else device)
+    found = _properties(device, _target.get())
     return 132 if found is None else found.multi_processor_count
 
 
 @functools.cache
-def _properties(device: torch.device | None) -> Any:
-    return torch.cuda.get_device_properties(device) if device is not None and device.type == "cuda" else None
+def _properties(device: torch.device, target: torch.device | None) -> Any:
+    """`target` stands for the meta device."""
+    found = target if device.type == "meta" else device
+    return torch.cuda.get_device_properties(found) if found is not None and found.type == "cuda" else None
 
 
 REGISTERS = 65536
@@ -90,6 +92,9 @@ class Launch:
     overlaps: bool = False
     rows: int = 1
 
+    def __post_init__(self) -> None:
+        self.kinds = tuple(map(type, self.arguments))
+
     def options(self) -> dict[str, int | bool | str]:
         cap = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         early = {"launch_pdl": True} if self.overlaps else {}
@@ -101,7 +106,7 @@ class Launch:
         """Compiles the kernel, to be launched directly: Triton's own way binds and specialises every argument anew, tens of
         microseconds per launch."""
         call = [self.ctas, self.rows, 1, *[None] * (ARGUMENTS - 3), *self.arguments, *self.constants.values()]
-        of_tensors, of_descriptors = _places(tuple(map(type, self.arguments)), ARGUMENTS)
+        of_tensors, of_descriptors = _places(self.kinds, ARGUMENTS)
         tensors = [(i, at) for i in of_tensors if (at := call[i].data_ptr()) or call[i].numel() > 0]
         described = [(i, call[i].base.data_ptr()) for i in of_descriptors]
         for i in of_tensors:
@@ -137,7 +142,7 @@ class Launch:
     def _key(self, device: int) -> tuple:
         # the function itself, since a `JITFunction` works out its hash each time
         options = (device, self.kernel.fn, self.num_warps, self.max_registers, self.overlaps)
-        return (*options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
+        return (*options, *self.constants.values(), *_specialization(self.kernel, self.arguments, self.kinds))
 
 
 _compiled: dict[tuple, CompiledKernel] = {}
@@ -229,15 +234,12 @@ _integers: dict[tuple, list[int]] = {}
 """Positions of integers for which Triton compiles a kernel anew where they are 1 or multiples of 16, by function and types."""
 
 
-def _specialization(kernel: JITFunction, arguments: tuple) -> list:
+def _specialization(kernel: JITFunction, arguments: tuple, kinds: tuple[type, ...]) -> list:
     """Properties that set the machine code: types, which arguments are None, alignment of addresses, and of some integers."""
-    kinds = tuple(map(type, arguments))
     integers = _integers.get((kernel.fn, kinds))
     if integers is None:
         ints = [i for i, (x, kind) in enumerate(zip(kernel.params, kinds)) if kind is int and not x.do_not_specialize]
         integers = _integers[kernel.fn, kinds] = ints
-    found: list[object] = [kinds, *[(x == 1, x % 16 == 0, x > 2**31 - 1) for i in integers for x in [arguments[i]]]]
-    for i in _places(kinds)[0]:
-        x = arguments[i]
-        found += x.dtype, x.data_ptr() % 16
-    return found
+    tensors = [arguments[i] for i in _places(kinds)[0]]
+    found = [(x == 1, x % 16 == 0, x > 2**31 - 1) for i in integers for x in [arguments[i]]]
+    return [kinds, *found, *[x.dtype for x in tensors], *[x.data_ptr() % 16 for x in tensors]]

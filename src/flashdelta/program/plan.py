@@ -13,7 +13,7 @@ from ..problem.arguments import extent
 from ..problem.problem import Problem, Tensors, Written, replaced
 from .cache import Entry
 from .launch import STREAM, Address, Launch, Prepared, current_device, current_stream, hooked, show
-from .workspace import FIRST, SLOT, Slots, address_of
+from .workspace import FIRST, SLOT, SLOT_BITS, Slots, address_of
 
 Step = Launch | Exchange
 """A plan does one after another."""
@@ -102,7 +102,7 @@ class Plan(Entry):
     def locate(self, t: Tensors, tensors: Given, index: Mapping[str, int], written: Written | None = None) -> None:
         """Makes it a plan of calls with `tensors` as they come: each of `t` is, or is a view of, the one at the index of its
         role."""
-        found = [(index[role], x) for role, x in t.present().items()]
+        found = [(index[role], getattr(t, role)) for role in self.memory.roles]
         self.sources = [(i, x.data_ptr() - tensors[i].data_ptr()) for i, x in found]  # type: ignore[union-attr]
         self.count = len(tensors)
         if written is not None:
@@ -115,10 +115,8 @@ class Plan(Entry):
         """Works out, for every step, where its arguments lie, and what comes and goes with it."""
         steps = [_prepared(x) for x in self.launches if isinstance(x, Exchange) or x.ctas > 0]
         # when each slot is first and last used
-        first, last = dict[int, int](), dict[int, int]()
-        for n, step in enumerate(steps):
-            now = dict.fromkeys([address // SLOT for _, address in (*step.tensors, *step.described)], n)
-            first, last = now | first, last | now
+        uses = [(address >> SLOT_BITS, n) for n, x in enumerate(steps) for _, address in (*x.tensors, *x.described)]
+        first, last = dict(reversed(uses)), dict(uses)
         # where each slot lies: its index among addresses, and what to add to an address in the slot for bytes from there
         places = {begin // SLOT: (i, offset - begin) for begin, (i, offset) in zip(self.memory.begins, self.sources)}
         index = self.count
@@ -147,7 +145,7 @@ class Plan(Entry):
             index += 1
 
         def located(some: list[tuple[int, int]]) -> Pointers:
-            return tuple([(i, at, shift + address) for i, address in some for at, shift in [places[address // SLOT]]])
+            return tuple([(i, at, shift + x) for i, x in some for at, shift in [places[x >> SLOT_BITS]]])
 
         bound = []
         for n, step in enumerate(steps):

@@ -22,7 +22,8 @@ Layout = Mapping[str, tuple[Shape, torch.dtype]]
 ALIGNMENT = 16
 """Bytes. A kernel is compiled anew for a pointer that does not lie on so many."""
 
-SLOT = 1 << 44
+SLOT_BITS = 44
+SLOT = 1 << SLOT_BITS
 """Bytes from slot to slot in the addresses of their tensors: no GPU has as many."""
 
 FIRST = 1 << 16

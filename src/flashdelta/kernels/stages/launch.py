@@ -26,7 +26,7 @@ from ...problem.problem import (
     Tensors,
 )
 from ...program.launch import Launch
-from ...program.workspace import Layout
+from ...program.workspace import Layout, tensor_at
 from .copy import T, laid_out, read
 
 
@@ -138,7 +138,8 @@ FAR = 2**31
 
 def near(x: Tensor, unit: int) -> bool:
     """Says whether strides fit, in multiples of `unit` elements."""
-    return all([n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride())])
+    strides = x.stride()
+    return max(strides, default=0) < FAR * unit or all([n == 1 or s < FAR * unit for n, s in zip(x.shape, strides)])
 
 
 def aligned(x: Tensor, unit: int = 8) -> bool:
@@ -274,9 +275,7 @@ def checkpoint_arguments(problem: ChunkProblem, t: ChunkTensors) -> dict[str, ob
 
 def or_empty(problem: AttentionProblem, *states: Tensor | None) -> list[Tensor]:
     """The states, with one empty tensor for all that the call does not have."""
-    # `new_empty` takes three times as long
-    absent = torch.empty(0, dtype=problem.state_dtype, device="meta") if any([x is None for x in states]) else None
-    return [absent if x is None else x for x in states]  # type: ignore[misc]
+    return [tensor_at(0, (0,), problem.state_dtype) if x is None else x for x in states]
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
