@@ -181,7 +181,7 @@ BESIDE |= {"cuDNN": ("cudnn", "cudnn_ready", "cudnn_cute")}
 
 
 def headlines() -> dict[str, tuple[str, dict[str, tuple[float, str]], str, str]]:
-    """By headline: our time, by column how many times as fast ours is and the column's time, the program, the commit."""
+    """Per headline: our time, by column how many times as fast ours is and the column's time, the program, the commit."""
     found = {}
     for what, (results, name, unit) in HEADLINES.items():
         document = load(RESULTS / f"{results}.json")
