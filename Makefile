@@ -113,7 +113,7 @@ fuzz: $(STAMP) ## random and mutated calls from SEED for SECONDS, on the GPU if 
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
 BENCHES := prefill decode train layer ranks
-release-check: gpu-test ## a release's GPU evidence: the GPU tier, the fuzzer, all benchmarks
+release-check: gpu-test ## a release's evidence from two GPUs: the GPU tier, the fuzzer, all benchmarks, their tables
 	@$(BIN)/python -m tests.fuzz --seconds 3600 --cases 10000 --seed $(SEED) --jobs $(JOBS)
 	@$(PIP) install -e '.[bench]'
 	@for name in $(BENCHES); do $(BIN)/python -m benchmarks.$$name || exit 1; done

@@ -32,7 +32,7 @@ def state_bytes(step: Step) -> int:
 
 
 def decode_bytes(step: Step) -> int:
-    """Bytes of states read and written: one before the tokens, one after each. By replay, verification reads a state, commit
+    """Bytes of states read and written: one before the tokens, one after each. With replay, verification reads a state, commit
     reads and writes it, and both move the records."""
     if step.rows is not None:
         records = 4 * step.N * step.T * step.HV * record_width(step.K, step.V)

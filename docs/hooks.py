@@ -1,4 +1,4 @@
-"""What the site shows beside docs/: every file of the repository that a page links to, under `repository/` with its own path.
+"""Pages of the site beside docs/: every file of the repository that a page links to, under `repository/` with its own path.
 
 Links in the pages are those of the repository, so that they lead somewhere in an editor, too. The site's address and the
 repository's are those of `[project.urls]` in pyproject.toml.

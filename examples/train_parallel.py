@@ -124,7 +124,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
 
 
 def losses_of(file: Path, steps: int) -> list[float]:
-    """What `--losses` wrote.
+    """Losses that `--losses` wrote.
 
     Raises:
         ValueError: there is no such file, or it has the losses of other steps.

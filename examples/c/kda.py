@@ -31,7 +31,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
 
 
 def inputs() -> tuple[Tensor, ...]:
-    """Of T + 1 tokens, in float32, with values that bfloat16 holds."""
+    """Inputs of T + 1 tokens, in float32, with values that bfloat16 holds."""
     torch.manual_seed(0)
     q, k = (torch.nn.functional.normalize(torch.randn(H, T + 1, K), dim=-1) for _ in range(2))
     found = (q, k, torch.randn(H, T + 1, V), -0.2 * torch.rand(H, T + 1, K), torch.rand(H, T + 1))

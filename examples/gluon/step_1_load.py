@@ -16,7 +16,7 @@ from flashdelta.program.launch import Launch
 from tests.compile.costs import compile_launch
 
 ROWS, COLUMNS = 64, 64
-"""Of a tile."""
+"""A tile's."""
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ def ways() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
 
 
 def measure(size: int = SIZE) -> dict[str, tuple[float, float]]:
-    """Of each way: error, and TFLOP/s of a product of two matrices `[size, size]`. No time without a right result."""
+    """Error and TFLOP/s of each way to form a product of two matrices `[size, size]`. No time without a right result."""
     x, y = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     found = {}
     for name, multiply in ways().items():

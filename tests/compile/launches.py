@@ -46,7 +46,7 @@ Traces = dict[str, str]
 
 
 def kind(x: object, plan: Plan, inputs: list[Tensor], storages: dict[int, int]) -> object:
-    """Of an argument. Storages are numbered as they appear, so that what one launch leaves another shows."""
+    """Describes an argument. Storages are numbered as they appear, so that what one launch leaves another shows."""
     tensor = base_of(x)
     if tensor is None:
         return x
@@ -63,7 +63,7 @@ def kind(x: object, plan: Plan, inputs: list[Tensor], storages: dict[int, int]) 
 
 
 def trace(plan: Plan, t: Tensors) -> list[tuple]:
-    """What the launches are, by position."""
+    """Describes the launches, by position."""
     storages, inputs = dict[int, int](), [*t.present().values()]
     return [
         (
@@ -86,7 +86,7 @@ class Traced(NamedTuple):
     backward: bool = False
 
     def plans(self) -> tuple[dict[int, Plan], Tensors]:
-        """By architecture, and the tensors of all."""
+        """Plans per architecture, and the tensors of all."""
         program = check(self.op, **on_meta(self.call))
         if self.backward:
             program = backward_of(*program)
@@ -94,7 +94,7 @@ class Traced(NamedTuple):
         return {arch: BUILD[self.backend](*program, arch) for arch in architectures}, program[1]
 
     def digests(self) -> str:
-        """Of each launch, on all architectures."""
+        """Digests of each launch, on all architectures."""
         plans, t = self.plans()
         launches = itertools.zip_longest(*(trace(plan, t) for plan in plans.values()))
         return " ".join(hashlib.sha256(repr(x).encode()).hexdigest()[:6] for x in launches)

@@ -280,7 +280,7 @@ OTHER_GPU = 99
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
 def test_a_plan_compiles_the_same(offset: int, monkeypatch: pytest.MonkeyPatch):
-    """By Triton's own way, from tensors in slots, once; alignment is that of the call's tensors."""
+    """Compiles in Triton's own way, from tensors in slots, once; alignment is that of the call's tensors."""
     gpu = SimpleNamespace(
         get_current_device=lambda: OTHER_GPU,
         get_current_stream=lambda device: 0,

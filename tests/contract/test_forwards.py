@@ -83,7 +83,7 @@ class Served:
         return windows
 
     def globals(self) -> dict[str, Any]:
-        """Of its module, stood in for."""
+        """Globals of its module, stood in for."""
         metadata = dict.fromkeys(("GDNAttentionMetadata", "KimiK3KDAMetadata"), SimpleNamespace)
         return metadata | {
             "torch": torch,
@@ -128,7 +128,7 @@ class Served:
         return layer
 
     def export(self, checkpoint: Any, *, recurrent_checkpoint: Tensor | None = None, **others: Any) -> None:
-        """Of the states, if they lie in a buffer; of convolutions nothing is stored here."""
+        """Exports the states, if they lie in a buffer; of convolutions nothing is stored here."""
         for row, (offset, slot) in enumerate(zip(checkpoint.checkpoint_offsets, checkpoint.state_indices)):
             if recurrent_checkpoint is not None and offset > 0:
                 self.pool[slot] = recurrent_checkpoint[row]
@@ -177,7 +177,7 @@ def prefills(served: Served, marks: Marks | None = None) -> Forward:
 
 
 def decoding(served: Served) -> Forward:
-    """Of a graph's batch, whose last row is padding."""
+    """Decodes a graph's batch, whose last row is padding."""
     batch, slots = Batch(served.model, served.model.tokens(4), [1] * 4), served.model.index([3, 7, 1, 0])
     named = {"non_spec_query_start_loc": batch.offsets, "non_spec_state_indices_tensor": slots, "num_decodes": 4}
     return batch, named | {"num_decode_tokens": 4}, lambda layer, pool: layer.decode(batch, pool, slots)
@@ -270,7 +270,7 @@ def test_fused_decode(dim_first: bool, monkeypatch: pytest.MonkeyPatch):
 
 @by_channel
 def test_fused_verification(dim_first: bool, monkeypatch: pytest.MonkeyPatch):
-    """Of three sequences, the last one padding, with counts for more."""
+    """Three sequences, the last one padding, with counts for more."""
     served, step, windows, own = fused(monkeypatch, DRAFTS, dim_first)
     other, (batch, metadata, _) = served.pool.clone(), drafts(served, (3, 2, 0))
     accepted = metadata["num_accepted_tokens"]

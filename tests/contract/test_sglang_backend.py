@@ -121,7 +121,7 @@ TRACKED = {"none": (0, 0), "within": (64, 0), "at the end": (0, 2)}
 
 @pytest.mark.parametrize("kind", TRACKED)
 def test_extend(kind: str):
-    """Of 130 tokens, 128 tokens, and rows that no sequence has."""
+    """130 tokens, 128 tokens, and rows that no sequence has."""
     backend, (offset, final) = Backend(), TRACKED[kind]
     index = backend.model.index
     other = backend.model.pool(12).copy_(backend.pool)
@@ -154,7 +154,7 @@ def test_extend(kind: str):
 
 
 def test_verify():
-    """Of three tokens a sequence, the last one padding; SGLang commits the states from its buffer."""
+    """Three tokens per sequence, the last one padding; SGLang commits the states from its buffer."""
     backend = Backend()
     batch, slots = Batch(backend.model, backend.model.tokens(9), [3] * 3), backend.model.index([4, 0, -1])
     before, buffer = backend.pool.clone(), torch.zeros_like(backend.buffer)

@@ -215,7 +215,7 @@ class Drawing:
             self.add(name, numbers, dtype, self.draw.choice(kinds) if mixed else one)
 
     def offsets(self, longest: float = math.inf) -> None:
-        """Of packed sequences: `N` lengths that share `T` tokens, of which some may be left over."""
+        """Offsets of packed sequences: `N` lengths that share `T` tokens, of which some may be left over."""
         if not self.packed:
             return
         N, T, left_over = self.N, self.T, chance(self.draw, 0.3)

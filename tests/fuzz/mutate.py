@@ -104,7 +104,7 @@ TENSORS: dict[str, list[Callable[[Tensor, Random], Any]]] = {
         lambda x, draw: x.sort().values,
     ],
 }
-"""What may become of a tensor."""
+"""Mutations of a tensor."""
 
 
 def odd_tensor(draw: Random, x: Tensor, others: dict[str, Tensor]) -> Any:

@@ -142,7 +142,7 @@ def check(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton") ->
 
 
 def slack_of(case: Case, call: dict) -> tuple[float, float]:
-    """What an ill-conditioned call may err beyond its tolerance, in `o` and the final state: a kernel rounds in a few more
+    """Allows an ill-conditioned call more than its tolerance, in `o` and the final state: a kernel rounds in a few more
     places than the exact algorithm does."""
     if not case.ill_conditioned:
         return 0.0, 0.0
@@ -292,7 +292,7 @@ def hold_replay(
 
 
 def requested_bytes(run: Callable[[], tuple]) -> tuple[tuple, int, int]:
-    """What a call returns, and how much more memory is asked for after it and at its peak than before."""
+    """A call's results, and how much more memory is asked for after it and at its peak than before."""
 
     def requested(kind: str) -> int:
         return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]

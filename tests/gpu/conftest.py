@@ -23,7 +23,7 @@ ARGUMENTS = {
     "op": BOTH,
     "model": MODELS,
 }
-"""What a test runs on that takes one of these: every backend that has kernels, all of them but the portable one, ..."""
+"""Backends of a test that takes one of these: every backend that has kernels, all of them but the portable one, ..."""
 
 
 MADE_ONCE = {"library_path", "processes", "few_or_more"}

@@ -1,4 +1,4 @@
-"""What the processes of `test_parallel.py` do, each with a GPU of its own, over NCCL."""
+"""Work of the processes of `test_parallel.py`, each with a GPU of its own, over NCCL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES["segments"] = replace(KIMI, name="ranks_segments", lengths=(1000, 9752), H
 # gradients of many repeats, and in a test that waits for a timeout
 TINY = replace(KIMI, name="ranks_tiny", lengths=(200, 56), state=FP32)
 REPEATS, BACKWARD_REPEATS, FEWER = 1000, 300, 10
-"""Of forwards, of calls with gradients, and how many times fewer where there are more ranks."""
+"""Numbers of forwards, of calls with gradients, and how many times fewer where there are more ranks."""
 MANY = 1 << 20
 """Tokens of one sequence."""
 
@@ -43,7 +43,7 @@ BRIEF, UNTOLD_AFTER, TOLD = timedelta(seconds=10), 90.0, 17
 
 WAYS = ("put", "gather")
 REPLAYS = 3
-"""Of a graph, one after another: the exchange of each is in the place of the last."""
+"""A graph's, one after another: the exchange of each is in the place of the last."""
 
 
 def cut_of(case: Case, ranks: int, backend: str) -> Cut:
@@ -162,7 +162,7 @@ def lose_a_rank(group: dist.ProcessGroup, way: str, backend: str) -> None:
 
 
 def every_case(group: dist.ProcessGroup, backend: str, compiles: bool = False) -> dict[str, object]:
-    """What the ranks find in each, and in which other ways they find other bits: again, by either exchange, with what the
+    """Findings of the ranks in each, and in which other ways they find other bits: again, by either exchange, with what the
     forward keeps, compiled."""
     found: dict[str, object] = {}
     compiled = torch.compile(lambda **call: fd.chunk_kda(**call), fullgraph=True)
@@ -199,7 +199,7 @@ def of_many_tokens(group: dist.ProcessGroup, backend: str) -> dict[str, float]:
 
 
 def by_either_way(group: dist.ProcessGroup, backend: str, fewer: int = 1) -> dict[str, object]:
-    """Of each exchange: captured graphs, repeats of ranks that come late, `fewer` times as many as of two, and two streams."""
+    """Each exchange: captured graphs, repeats of ranks that come late, `fewer` times as many as of two, and two streams."""
     ranks, found = group.size(), dict[str, object]()
     cut = cut_of(CASES["packed"], ranks, backend)
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), ranks, backend)
@@ -215,7 +215,7 @@ def by_either_way(group: dist.ProcessGroup, backend: str, fewer: int = 1) -> dic
 
 
 def work_of_more(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
-    """Of what `work` has what other ranks than two may find otherwise."""
+    """Parts of `work` that more ranks than two may find otherwise."""
     return every_case(group, backend) | by_either_way(group, backend, FEWER)
 
 

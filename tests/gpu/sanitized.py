@@ -71,7 +71,7 @@ of a sum (`kernels/shared/products.py`)."""
 NORMS = ("fused", "rows", "wide", "none")
 CONVOLUTIONS = ("fused", "tiles", "packed_fla", "pool_by_token", "marks_packed", "every_pool", "step")
 LAYER_RACES = ("rows", "wide", "tiles", "marks_packed")
-"""Of either: rows and tiles that several warps share."""
+"""Cases of either: rows and tiles that several warps share."""
 
 CHECKPOINTS = ("every_128_batch", "every_pool", "every_too_few", "many_offsets", "bad_offsets", "split_offsets")
 CHECKPOINT_RACES = ("every_pool", "at_offsets", "split_offsets")
@@ -98,7 +98,7 @@ def on_device(call: dict) -> dict:
 
 
 def forwards(found: list[dict], backend: str, races: bool) -> Calls:
-    """By chunks, with Hopper's in steps too, and token by token."""
+    """In chunks, with Hopper's in steps too, and token by token."""
     yield from of(fd.chunk_kda, found, backend)
     if backend == "hopper":
         for run in of(fd.chunk_kda, filter(takes_steps, found), backend):
@@ -109,7 +109,7 @@ def forwards(found: list[dict], backend: str, races: bool) -> Calls:
 
 
 def takes_steps(call: dict) -> bool:
-    """Of 32 tokens."""
+    """Steps of 32 tokens."""
     fits = call["q"].shape[-1] == 128 or call.get("lower_bound") is not None
     return fits and call["g"].dtype == BF16 and call.get("split") in (None, False, "auto")
 

@@ -101,7 +101,7 @@ def test_nan_stays_in_its_sequence(split: bool | int, backend: str):
 
 
 def test_a_long_sequence_of_few_heads_is_split(backend: str):
-    """By the planner, both ways: fewer heads than SMs leave room."""
+    """The planner splits it, both ways: fewer heads than SMs leave room."""
     call = gpu_call(fd.chunk_kda, replace(KIMI, T=8192, H=4, HV=4), backend=backend)
     assert max(fd.explain(fd.chunk_kda, **call).segments) > 1
     check_gradients(call, TOLERANCE[BF16])

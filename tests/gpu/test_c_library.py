@@ -27,7 +27,7 @@ from .test_prefill import tokens_of
 pytestmark = pytest.mark.gpu
 
 DECODE_TOLERANCE = 1e-2
-"""Of single tokens in bfloat16, as in `oracle.TOLERANCE_FOR_FEW`."""
+"""For single tokens in bfloat16, as in `oracle.TOLERANCE_FOR_FEW`."""
 
 
 @pytest.fixture(scope="session")

@@ -168,7 +168,7 @@ def test_nan_stays_in_its_sequence(bad: float, name: str, op, backend: str):
 
 
 def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):
-    """What the backend declines is skipped in this tier, so that it takes these is a test. Which calls else it must take:
+    """Calls that the backend declines are skipped in this tier: that it takes these is a test. Which calls else it must take:
     `tests/unit/test_hopper_choice.py`."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("not a Hopper GPU")

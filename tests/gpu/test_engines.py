@@ -23,12 +23,12 @@ from .calls import hold_replay
 pytestmark = pytest.mark.gpu
 
 ALLOWED, ALLOWED_OF_FEW = 1.1, 1.5
-"""Of their error, as docs/integrations.md says: of prompts, and of steps of decoding, where chance decides. Of outputs and of
-states that are written alike."""
+"""Shares of their error, as docs/integrations.md says: of prompts, and of steps of decoding, where chance decides. For outputs
+and states that are written alike."""
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
 ROUNDS = {"Kimi-K3": 1000, "SGLang": 1000}
-"""Of the others a tenth, for the time it takes."""
+"""A tenth of the others, for the time it takes."""
 
 
 @every_layer
@@ -164,7 +164,7 @@ def test_prefill_beside_theirs(name: str, heads: int, kind: str):
 @pytest.mark.parametrize("by_channel", (False, True))
 @torch.inference_mode()
 def test_graphs_of_a_whole_step(drafts: int, by_channel: bool):
-    """Of one that is captured for eight sequences, and replayed for fewer, in other slots, with fewer tokens."""
+    """One is captured for eight sequences, and replayed for fewer, in other slots, with fewer tokens."""
     model, per = Model(4, 128), 1 + drafts
     step = K3Step(model, drafts, by_channel)
     step.backends()

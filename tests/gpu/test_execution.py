@@ -82,7 +82,7 @@ class Kind:
 
 
 def memories(call: dict) -> list[torch.Tensor]:
-    """Of all tensors of a call, the pools that it writes among them, but for `out`."""
+    """Memory of all tensors of a call, the pools that it writes among them, but for `out`."""
     return [memory_of(x) for name, x in call.items() if isinstance(x, torch.Tensor) and name not in ("out", "output")]
 
 
@@ -131,7 +131,7 @@ UNWATCHED = [
     *each(decoding, STEPS),
     *wy(WY_PACKED),
 ]
-"""Of what is not captured below: in a graph nothing can wait."""
+"""Work that is not captured below: in a graph nothing can wait."""
 
 
 @pytest.mark.parametrize("kind", UNWATCHED, ids=case_id)

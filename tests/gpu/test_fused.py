@@ -54,7 +54,7 @@ def test_kernel_for_hopper_is_the_loop(step: FusedStep, dtype: torch.dtype, othe
 
 @pytest.mark.parametrize("name", ["heads_12", "K64", "many", "gva8_model"])
 def test_fused_is_the_chain(name: str):
-    """Of the single operators, which round q, k, v and o in between."""
+    """The chain of single operators, which round q, k, v and o in between."""
     fused, single = (make_fused(BY_NAME[name], BF16, "cuda") for _ in range(2))
     assert_close("o", fd.fused_kda_decode(**fused), by_operators(single, "auto").double(), 2 * TOLERANCE[BF16])
     assert_close("state", fused["state"], single["state"].double(), 2 * TOLERANCE[BF16])

@@ -25,7 +25,7 @@ from flashdelta.integrations import _fla  # noqa: E402
 
 WIDTH, HEADS, VOCABULARY = 2304, 32, 512
 ALLOWED, ALLOWED_OF_FEW, ALLOWED_ON_AVERAGE = 1.1, 1.5, 1.02
-"""Of FLA's error: of a tensor, of one with so few elements that chance decides, and the geometric mean over all."""
+"""Shares of FLA's error: of a tensor, of one with so few elements that chance decides, and the geometric mean over all."""
 
 FEW = 1000
 

@@ -107,7 +107,7 @@ BACKENDS = ["hopper", "triton"]
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
-    """What they find with a backend. They run once, for the tests of all workers."""
+    """Their findings with a backend. They run once, for the tests of all workers."""
     return of_processes(request.param, RANKS, work, tmp_path_factory)
 
 

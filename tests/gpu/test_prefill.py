@@ -64,7 +64,7 @@ def tokens_of(call: dict, tokens: slice) -> dict:
     ids=str,
 )
 def test_launch_parameters_of_other_gpus(size: tuple[int, int, int], precision: str, arch: int):
-    """What an Ada or Ampere GPU would launch, compiled for the one at hand."""
+    """Launches of an Ada or Ampere GPU, compiled for the one at hand."""
     case = sized(PLAIN, size)
     call = prefill_call(case, "cuda")
     problem, t = runtime.check(fd.kda_prefill, **call, precision=precision)

@@ -1,4 +1,4 @@
-"""What other modules hold of chunks of 64 tokens, held of `hopper` in steps of 32, which calls of few heads don't take."""
+"""Checks of other modules, for chunks of 64 tokens, made of `hopper` in steps of 32, which calls of few heads don't take."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Case(verified.Case):
 
 
 BOUNDED: dict[str, Any] = {"gate": "lower_bound", "lower_bound": -5.0, "beta": "logit"}
-"""What Kimi-K3 and GLM call."""
+"""The gate of Kimi-K3 and GLM."""
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 131)
 """Around every block and chunk boundary, and a prime past two chunks."""
@@ -172,7 +172,7 @@ SHORT_CASES = [
     Case("short, pinned", "gates at their bound", lengths=(40, 90), hard="pinned", **WIDE),
     Case("short, same keys", "repeated keys", lengths=(64, 100), hard="same_keys", ill_conditioned=True, **WIDE),
 ]
-"""Of batches that `hopper` does in one launch."""
+"""Batches that `hopper` does in one launch."""
 
 CASES = [
     *LENGTH_CASES,

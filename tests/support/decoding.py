@@ -202,7 +202,7 @@ SINGLE_BF16 = [
     if step.T == 1 and step.lengths is None and step.v_first and step.state == FP32 and step.name[0] != "K"
     for K, V in [(128, 64), (64, 128)]
 ]
-"""What Hopper's kernel takes, or has to leave to the portable one because of how it lies in memory."""
+"""Layouts that Hopper's kernel takes, or has to leave to the portable one because of how it lies in memory."""
 
 BY_NAME = {step.name: step for step in STEPS}
 assert len(BY_NAME) == len(STEPS), "names must differ"

@@ -1,4 +1,4 @@
-"""What every backend's `recurrent_kda` and `commit` are held to."""
+"""Checks of every backend's `recurrent_kda` and `commit`."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ HOPPER_REPLAYED = [
 """Those that Hopper has kernels for, or nearly."""
 
 WHOLE_HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.spec < 16]
-"""Of those, what `commit` may replay with a CTA a head."""
+"""Those that `commit` may replay with a CTA a head."""
 
 
 OTHER_ROUNDS = ({}, {"K": 128}, {"group": 2}, {"gate": "softplus", "v_first": False, "group": 2})
@@ -336,4 +336,4 @@ RECORD_CHECKS: dict[str, Callable[..., None]] = {
         for name, gate in zip(("q", "k", "v", "g", "beta"), ("lower_bound", "logsigmoid") * 3)
     },
 }
-"""By name: what holds of replay buffers with every backend."""
+"""Per name: what holds of replay buffers with every backend."""

@@ -21,7 +21,7 @@ NEEDS |= {"ranks": ("init_device_mesh",), "kernels": ("KernelConfig",)}
 """Marks, and the words one of which their blocks have."""
 
 COLUMNS = 88
-"""What the site shows of a block without scrolling."""
+"""Columns that the site shows of a block without scrolling."""
 
 HEADING = re.compile(r"^(#+) +(.*)$", re.MULTILINE)
 
@@ -49,7 +49,7 @@ def program(text: str, on_gpu: bool = False) -> str:
 
 
 def sections(text: str, github: bool = False) -> dict[str, str]:
-    """What each heading begins, up to the next one of its level or above, by the anchor that MkDocs or GitHub gives it."""
+    """Text under each heading, up to the next one of its level or above, by the anchor that MkDocs or GitHub gives it."""
     text = BLOCK.sub("", text)
     found: dict[str, str] = {}
     for match in HEADING.finditer(text):
@@ -65,7 +65,7 @@ def sections(text: str, github: bool = False) -> dict[str, str]:
 
 
 def faults(text: str) -> list[str]:
-    """What is wrong with the blocks that no test runs, and with marks."""
+    """Faults of the blocks that no test runs, and with marks."""
     return [fault for block in blocks(text) for fault in _faults(block)]
 
 

@@ -89,7 +89,7 @@ def capability() -> tuple[int, int]:
 
 
 class Platform:
-    """Of vLLM, for an NVIDIA GPU."""
+    """vLLM's, for an NVIDIA GPU."""
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
         answers = {"is_cuda": True, "is_cuda_alike": True, "is_arch_support_pdl": capability() >= (9, 0)}
@@ -188,7 +188,7 @@ def load(folder: Path) -> dict[str, dict[str, Callable[..., Any]]]:
 
 @functools.cache
 def own_functions(layer: str) -> dict[str, Callable[..., Any]]:
-    """Of one of `load`'s layers, from the folder that the environment names."""
+    """Functions of one of `load`'s layers, from the folder that the environment names."""
     folder = os.environ.get(ENVIRONMENT)
     if folder is None:
         raise ValueError(f"{ENVIRONMENT}: names no folder with the engines' kernels")

@@ -204,7 +204,7 @@ class KimiLinear:
         self.model = model
         self.call = SimpleNamespace(**(self.adapted(theirs) if ours else theirs or {}))
         self.room: Callable[[Tensor], Tensor] = functools.partial(torch.full_like, fill_value=torch.nan)
-        """Of a tensor, memory for outputs like it."""
+        """For a tensor, memory for outputs like it."""
 
     def adapted(self, theirs: Functions | None) -> Functions:
         return adapted(_vllm.PATCHES, self.modules, theirs)
@@ -378,7 +378,7 @@ EPS = 1e-5
 
 
 class K3Step:
-    """What lies between the projections of vLLM's Kimi-K3 in a round of decoding: convolution, attention and norm. Slot 0 is
+    """Work between the projections of vLLM's Kimi-K3 in a round of decoding: convolution, attention and norm. Slot 0 is
     reserved. Windows have room for `drafts`; their channels lie innermost unless `by_channel`."""
 
     def __init__(self, model: Model, drafts: int = 0, by_channel: bool = False):

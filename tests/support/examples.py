@@ -13,7 +13,7 @@ TRAIN_PARALLEL = Path(__file__).parents[2] / "examples" / "train_parallel.py"
 
 
 def run_parallel(folder: Path, ranks: int | None, environment: Mapping[str, str], *options: str) -> tuple[str, str]:
-    """What `train_parallel.py` says on stdout and stderr, by torchrun, or without."""
+    """Output of `train_parallel.py` on stdout and stderr, by torchrun, or without."""
     by_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(by_torchrun if ranks is not None else ()), str(TRAIN_PARALLEL), *options]
     found = subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)

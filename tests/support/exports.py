@@ -92,7 +92,7 @@ def compile_c(out: Path, source: Path, *options: object, language: str = "c11") 
 
 @dataclass(frozen=True)
 class Called:
-    """What `c/calls.py` reports: of each call its status, message and bytes; the launches; how often the driver was asked to
+    """Report of `c/calls.py`: per call its status, message and bytes; the launches; how often the driver was asked to
     load a kernel, and to make, change and destroy a graph."""
 
     outcomes: list[dict]

@@ -1,4 +1,4 @@
-"""What surrounds KDA in FLA's models, in PyTorch: FLA's own kernels need a GPU."""
+"""The surroundings of KDA in FLA's models, in PyTorch: FLA's own kernels need a GPU."""
 
 from __future__ import annotations
 

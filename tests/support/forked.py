@@ -11,7 +11,7 @@ import pytest
 import torch
 
 IMPORTED = ["pytest", "torch._dynamo", "flashdelta.nn", "fla.ops.cp", "fla.ops.kda"]
-"""Of FLA where it is installed."""
+"""FLA's where it is installed."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What every backend's `fused_kda_decode` is held to."""
+"""Checks of every backend's `fused_kda_decode`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 
 def gradients(call: dict, grad_o: Tensor, grad_final: Tensor, op: Callable = fd.chunk_kda) -> dict[str, Tensor]:
-    """By the inputs' names."""
+    """Gradients per input's name."""
     leaves = {name: call[name].detach().clone().requires_grad_() for name in INPUTS if call.get(name) is not None}
     asked = {"output_final_state": True} | (NO_H if op is fd.chunk_kda else {})
     o, final_state = op(**call | leaves | asked)
@@ -33,7 +33,7 @@ def gradients(call: dict, grad_o: Tensor, grad_final: Tensor, op: Callable = fd.
 
 
 def true_gradients(call: dict, grad_o: Tensor, grad_final: Tensor) -> dict[str, Tensor]:
-    """By the float64 reference."""
+    """Gradients of the float64 reference."""
     return gradients(float64(call) | {"backend": "reference"}, grad_o, grad_final)
 
 
@@ -53,7 +53,7 @@ def check_gradients(call: dict, tolerance: float) -> tuple[dict[str, Tensor], di
 
 
 def relative_errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Of each gradient, by norm: against its own and the largest one's."""
+    """Errors of each gradient, in norms: against its own and the largest one's."""
     most = max((float(x.norm()) for x in truth.values()), default=0.0)
     return {
         name: float((found[name].double() - x).norm()) / (float(x.norm()) + most + 1e-30) for name, x in truth.items()

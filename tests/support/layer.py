@@ -220,7 +220,7 @@ def leaves_of(call: dict, dtype: torch.dtype | None = None) -> dict[str, Tensor]
 
 
 def gradients(op, call: dict, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Of inputs, for gradients of the results that are drawn from the results' shapes; 0 for tokens of no sequence."""
+    """Gradients of inputs, for those of the results that are drawn from the results' shapes; 0 for tokens of no sequence."""
     leaves = leaves_of(call, dtype)
     found = op(**call | leaves)
     results = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]

@@ -1,4 +1,4 @@
-"""What every backend's `gated_rms_norm` and `short_convolution` are held to."""
+"""Checks of every backend's `gated_rms_norm` and `short_convolution`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `nn.KimiDeltaAttention` is held to, on any device: sequences side by side, packed, and in slots of a pool."""
+"""Checks of `nn.KimiDeltaAttention`, on any device: sequences side by side, packed, and in slots of a pool."""
 
 from __future__ import annotations
 

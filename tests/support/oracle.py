@@ -1,4 +1,4 @@
-"""What results are held against, and how: the float64 truth and the measures of error.
+"""The measure of results: the float64 truth and the measures of error.
 
 The truth is the token-by-token recurrence in float64. The error of a tensor is `||x - ref|| / ||ref||`. That alone
 would let one wrong token hide among thousands of right ones, so every row (last dimension) is held to a bound too.

@@ -272,7 +272,7 @@ def initial_states(call: dict) -> Tensor:
 
 
 def gathered_and_scattered(op, call: dict) -> dict[str, Tensor]:
-    """What a call without checkpoints leaves: states gathered, one plain call, states scattered."""
+    """Results of a call without checkpoints: states gathered, one plain call, states scattered."""
     o, final = op(**plain_call(call) | {"initial_state": initial_states(call)})
     slots, pool = Slots(call, "state_pool", null=True), copied(call["state_pool"])
     for s, index in zip(sequences(call), call["state_indices"].tolist()):
@@ -282,7 +282,7 @@ def gathered_and_scattered(op, call: dict) -> dict[str, Tensor]:
 
 
 def by_pieces(op, call: dict) -> dict[str, Tensor]:
-    """What a plain call for each piece of each sequence leaves; they carry the state from one to the next."""
+    """Results of a plain call for each piece of each sequence; they carry the state from one to the next."""
     left, state_of = with_memory_of_its_own(call) | {"o": torch.zeros_like(call["v"])}, initial_states(call)
     pool, buffer = Slots(call, "state_pool", null=True), Slots(call, "checkpoint_states")
     kept, every, rows = pool if buffer.pool is None else buffer, call.get("checkpoint_every"), itertools.count()

@@ -141,7 +141,7 @@ def results_of(call: dict, incoming: tuple[Tensor, Tensor] | None, op: Callable 
 
 
 def incoming(call: dict, seed: int = 5) -> tuple[Tensor, Tensor]:
-    """What the gradients of `o` and of the final state are taken with, in float64."""
+    """Incoming gradients of `o` and of the final state, in float64."""
     q, v, source = call["q"], call["v"], Source(torch.float64, "cpu", seed)
     sequences = len(q) if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
     inner = (v.shape[3], q.shape[3]) if call.get("state_v_first") else (q.shape[3], v.shape[3])
@@ -156,7 +156,7 @@ def incoming_of(call: dict, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def fla_context(group, cu_seqlens: Tensor) -> SimpleNamespace:
-    """What FLA's `build_cp_context` makes of these offsets, which has no empty sequences."""
+    """The context that FLA's `build_cp_context` makes of these offsets, which has no empty sequences."""
     offsets, rank, ranks = cu_seqlens.cpu(), group.rank(), group.size()
     tokens = int(offsets[-1]) // ranks
     local, border = shard(offsets, rank, ranks, tokens, int(counts(offsets, ranks, tokens)[rank]))

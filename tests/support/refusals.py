@@ -91,7 +91,7 @@ def offsets(*values: int) -> Tensor:
 # ---- good calls ---------------------------------------------------------------------------------------------------------
 
 POOL = {"state_v_first": False, "use_qk_l2norm_in_kernel": True, "state_pool": zeros(4, 2, 32, 64)}
-"""Of 4 slots."""
+"""Options of a pool of 4 slots."""
 
 POOL_OF_ONE = POOL | {"state_indices": offsets(1)}
 POOL_OF_THREE = POOL | {"state_indices": offsets(1, 1, 2), "cu_seqlens": offsets(0, 20, 20, 60)}

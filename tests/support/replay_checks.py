@@ -32,7 +32,7 @@ up to 0.006. Gradients are sums whose terms cancel. `check_stale` shows that cal
 
 
 def results_of(row: Row, call: dict, layouts: dict[str, str], seed: int) -> dict[str, Tensor]:
-    """What the call leaves, and the gradients of its leaves for incoming ones in their layouts."""
+    """The call's results, and the gradients of its leaves for incoming ones in their layouts."""
     call = call | {name: call[name].detach().requires_grad_() for name in row.leaves}
     found = row.op(**call)
     results = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, Tensor)]
@@ -57,7 +57,7 @@ def truth_of(row: Row, call: dict, layouts: dict[str, str], seed: int) -> dict[s
 
 
 def wrong_of(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    """What differs from the truth, and its error."""
+    """Names that differ from the truth, and its error."""
     errors = {name: relative_error(found[name].cpu(), x.cpu()) for name, x in want.items()}
     limits = {name: next(TOLERANCES[x] for x in TOLERANCES if name.startswith(x)) for name in want}
     return {name: x for name, x in errors.items() if not x <= limits[name]}
@@ -120,7 +120,7 @@ SLICES = [
     *(("decode mixed", ("mixed_qkv", "g", "beta")), ("chunk backward", ("q", "k", "v", "g", "beta"))),
     *(("fused", ("x", "raw_g", "output_gate")), ("fused", ("conv_state", "state"))),
 ]
-"""Of rows, and in one order; in the other, too, so that of any two tensors either comes first."""
+"""Layouts of rows, and in one order; in the other, too, so that of any two tensors either comes first."""
 
 SLICED = [(name, b, order[::step]) for name, order in SLICES for b in BY_NAME[name].backends for step in (1, -1)]
 
@@ -242,7 +242,7 @@ def on_rank(group: ProcessGroup, backend: str, kept: bool, device: str = "cpu") 
 
 
 def check_ranks(found: Sequence[list[Found]]) -> None:
-    """What `on_rank` found on each."""
+    """Checks the findings of `on_rank` on each."""
     for i, cut in enumerate(cuts(len(found))):
         exact = Cut(float64(cut.call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
         joined = cut.joined([of_rank[i] for of_rank in found])

@@ -43,7 +43,7 @@ class Computes(TorchDispatchMode):
 
 
 def without_pytorch(function: Callable) -> Callable:
-    """Of a backend or a plan, whose ranks may exchange packets by PyTorch."""
+    """A function of a backend or a plan, whose ranks may exchange packets by PyTorch."""
 
     @functools.wraps(function)
     def watched(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -56,7 +56,7 @@ def without_pytorch(function: Callable) -> Callable:
 
 
 def compiled_by(start: Callable[[Launch, list], object]) -> Callable[[Launch], Any]:
-    """What stands for `Launch.compiled`: `start` takes the launch, and the call of the compiled kernel."""
+    """A stand-in for `Launch.compiled`: `start` takes the launch, and the call of the compiled kernel."""
 
     def compiled(launch: Launch) -> Any:
         return SimpleNamespace(run=lambda *call: start(launch, [*call]), function=None, packed_metadata=None)

@@ -72,7 +72,7 @@ def chunk(case: Case, **options: Any) -> Callable[[int], dict]:
 
 
 def made(make: Callable[..., dict], case: Any, dtype: torch.dtype = BF16) -> Callable[[int], dict]:
-    """By a maker that draws from the case's name."""
+    """Runs a maker that draws from the case's name."""
     return lambda seed: make(replace(case, name=f"{case.name} {seed}"), dtype)
 
 

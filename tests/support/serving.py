@@ -66,7 +66,7 @@ class Serving:
         self.reserved = self.pool[0].clone()
 
     def memory_around(self) -> Tensor:
-        """What lies between the slots."""
+        """Memory between the slots."""
         size = self.pool[0].numel()
         return torch.as_strided(self.pool, (len(self.pool), self.model.gap), (self.pool.stride(0), 1), size).clone()
 

@@ -1,4 +1,4 @@
-"""What the workers of a run share: a folder, and what one of them makes for all."""
+"""Things that the workers of a run share: a folder, and what one of them makes for all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder_of_run(factory: pytest.TempPathFactory) -> Path:
 
 
 def once(path: Path, make: Callable[[], T]) -> T:
-    """What `make` returns, which the first process that asks calls, and all read from `path`.
+    """The result of `make`, which the first process that asks calls, and all read from `path`.
 
     Raises:
         RuntimeError: `make` raised, in whatever process; it is not called again.

@@ -44,7 +44,7 @@ class Work:
 
     @cached_property
     def chunks(self) -> list[int]:
-        """Of each tile."""
+        """Chunks of each tile."""
         if self.offsets is None:
             return [-(-self.T // C)] * (self.sequences * self.heads)
         inside = [min(max(offset, 0), self.T) for offset in self.offsets]
@@ -59,7 +59,7 @@ class Work:
         return tuple(int(x) for x in found)
 
     def work_tiles(self, cta: int) -> list[WorkTile]:
-        """What a CTA does, in order, as `TileScheduler.tile` says."""
+        """The work of a CTA, in order, as `TileScheduler.tile` says."""
         tile_range = self.tile_range(cta)
         tiles = []
         for k in range(RANGE_TILES(*tile_range)):

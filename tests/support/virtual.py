@@ -79,7 +79,7 @@ class _Done(Work):
 
 
 class _Shared:
-    """What ranks that share memory have instead of PyTorch's symmetric memory."""
+    """Memory that ranks share, instead of PyTorch's symmetric memory."""
 
     def __init__(self, meeting: _Meeting, rank: int, buffers: Sequence[Tensor]):
         self.meeting, self.rank, self.buffers = meeting, rank, buffers
@@ -90,8 +90,8 @@ class _Shared:
         return flat[: torch.Size(sizes).numel()].view(*sizes)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """By the signals of the channel that `put_signal` and `wait_signal` have, too: one to each other rank and one from it,
-        for all of these at once."""
+        """Waits for signals of the channel that `put_signal` and `wait_signal` have, too: one to each other rank and one from
+        it, for all of these at once."""
         meeting, signals = self.meeting, self.meeting.signals
         # the signals of each other rank that are left to do: to it, then from it
         left = {

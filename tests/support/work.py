@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 MOST_INSTRUCTIONS = 1600
-"""Of a dispatcher's repeated question, which takes about 30 us then."""
+"""For a dispatcher's repeated question, which takes about 30 us then."""
 
 
 def instructions(run: Callable[[], object]) -> int:

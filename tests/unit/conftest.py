@@ -14,7 +14,7 @@ from ..support.replays import compiled_by
 
 
 class Started(list):
-    """What every start was given: the kernel, its grid, its arguments; `first`: which were a plan's first ones."""
+    """The arguments of every start: the kernel, its grid, its arguments; `first`: which were a plan's first ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What calls must refuse, on their first run and on a replay; and that inputs are never written."""
+"""Input that calls must refuse, on their first run and on a replay; and that inputs are never written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def raise_answer(answer: fd.Support) -> None:
 
 @every_refusal
 def test_refused_with_a_message_that_says_all(refusal: Refusal):
-    """By the operator, `explain` and `supports`; nothing is written. What is wanted without gradients runs without them."""
+    """Operator, `explain` and `supports` refuse; nothing is written. What is wanted without gradients runs without them."""
     good, call = refusal.calls()
     assert fd.supports(refusal.op, **good)
     refusal.op(**good)

@@ -113,7 +113,7 @@ REFUSED = {
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """What takes long must not begin."""
+    """Long work must not begin."""
 
     def begin(*arguments, **named):
         raise AssertionError("must not begin")

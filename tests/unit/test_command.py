@@ -26,7 +26,7 @@ WITHOUT = {
     "safetensors": ("demo --device cpu --tokens 1", "'flashdelta[cli]'"),
     "triton": ("export --out out --arch sm_90", "triton"),
 }
-"""By package: a command that needs it, and what pip is to install."""
+"""Per package: a command that needs it, and what pip is to install."""
 
 
 @pytest.mark.parametrize("package", WITHOUT)

@@ -49,7 +49,7 @@ REQUESTS = [
 
 
 def test_requests_get_greedily_what_the_model_writes(model: KdaLanguageModel):
-    """By caches, one prompt at a time."""
+    """With caches, one prompt at a time."""
     batch = Batch(model, 3, 12, temperature=0.0)
     texts, joined, left, most = serve(batch, REQUESTS)
     for request, text in zip(REQUESTS, texts):

@@ -50,7 +50,7 @@ def test_code_runs(path: Path):
 
 @pytest.mark.parametrize("name", [x for x in fd.__all__ if inspect.isfunction(getattr(fd, x))])
 def test_examples_run(name: str):
-    """Of docstrings, as the user reads them."""
+    """Those of docstrings, as the user reads them."""
     parts = doctest.DocTestFinder(recurse=False).find(getattr(fd, name), name, globs={"fd": fd, "torch": torch})
     assert parts[0].examples and not doctest.DocTestRunner().run(parts[0]).failed
 
@@ -95,7 +95,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def missing(words: list[str]) -> list[str]:
-    """What a command names that isn't there."""
+    """Names of a command that aren't there."""
     program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     given = [x.partition("=")[0] for x in rest if x.startswith("-")]
     if program == "flashdelta":

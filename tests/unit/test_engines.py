@@ -101,7 +101,7 @@ class Logged(torch.utils._python_dispatch.TorchDispatchMode):
 
 VIEWS = {"alias", "view", "transpose", "slice", "select", "unsqueeze", "split", "split_with_sizes", "_reshape_alias"}
 TRACKING = {"clamp", "mul"}
-"""Of the numbers of tracked chunks."""
+"""Calls on the numbers of tracked chunks."""
 
 
 NO_CALLS = (_vllm.built, _vllm.built_k3, _vllm.built_glm, _vllm.built_ling, _sglang.built, _vllm.forward)
@@ -467,7 +467,7 @@ def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.Monk
 
 
 def assert_largest_prefills_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every kind of layer, when vLLM measures its memory: in the run without metadata, and in no other."""
+    """Every kind of layer, when vLLM measures its memory: in the run without metadata, and in no other."""
     ran: list[dict] = []
 
     def taken(op: Any, call: dict) -> Any:

@@ -154,7 +154,7 @@ def put_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # ---- who can -------------------------------------------------------------------------------------------------------------
 
 SAID: dict[str, tuple] = {"host": (7, 7), "gpus": ((10, 11), (10, 11)), "reaches": (True, True), "opens": (True, True)}
-"""What two ranks say of themselves."""
+"""Two ranks' words of themselves."""
 
 OBSTACLES = {
     "fine": ({}, None),

@@ -87,7 +87,7 @@ def test_header_compiles(exported: Export, language: str, tmp_path: Path):
 # ---- errors: nothing is launched -----------------------------------------------------------------------------------------
 
 Refusals = dict[str, tuple[dict | None, str, str]]
-"""What changes in a call that is right, the status, and how the message starts."""
+"""Changes in a call that is right, the status, and how the message starts."""
 
 
 def missing(*names: str) -> Refusals:
@@ -214,7 +214,7 @@ def prefill_workspace(problem: Problem, memory: Slots) -> Workspace:
 
 
 NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-"""By the type of a kernel's parameter; others are pointers."""
+"""Per type of a kernel's parameter; others are pointers."""
 
 
 def check_launch(record: dict, launch: Launch, addresses: dict[str, int]) -> None:

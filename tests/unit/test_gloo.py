@@ -65,7 +65,7 @@ STEPS = ("plain", "checkpoint", "frozen", "one loss")
 def step_of(
     layers: Sequence[KimiDeltaAttention], ranks: int, rank: int | None, cp_context: object = None, kind: str = "plain"
 ) -> Found:
-    """Of layers, one after the other, on a rank's tokens, or on all: output and gradients. "frozen": of the last one's
+    """Findings of layers, one after the other, on a rank's tokens, or on all: output and gradients. "frozen": of the last one's
     parameters alone; "one loss": of what the last of two ranks has found."""
     T = OFFSETS[-1] // ranks
     begin, end = (0, OFFSETS[-1]) if rank is None else (rank * T, (rank + 1) * T)
@@ -93,7 +93,7 @@ def two_layers() -> list[KimiDeltaAttention]:
 
 
 def by_fla(group: dist.ProcessGroup) -> dict[str, Found]:
-    """Of a layer with FLA's context, and of FLA's function, which flashdelta runs then."""
+    """Findings of a layer with FLA's context, and of FLA's function, which flashdelta runs then."""
     from fla.ops.cp import build_cp_context
     from fla.ops.kda import chunk_kda
 
@@ -109,7 +109,7 @@ def by_fla(group: dist.ProcessGroup) -> dict[str, Found]:
 
 
 def fla_tokens(rank: int | None) -> Found:
-    """Of a rank, or of all."""
+    """Tokens of a rank, or of all."""
     call, T = make_call(CASES["through_all"], torch.float64), OFFSETS[-1] // RANKS
     own = slice(None) if rank is None else slice(rank * T, (rank + 1) * T)
     tokens = {name: call[name][:, own].detach().clone() for name in TOKEN_TENSORS}
@@ -126,7 +126,7 @@ def steps_of_two(rank: int) -> dict[str, Found]:
 
 
 def failure_without_the_last_rank(group: dist.ProcessGroup, seconds: int, comes: bool) -> tuple[str, float]:
-    """What the others are told, and after how long, when the last rank does not make the call: it `comes` later, or never."""
+    """The others' error, and after how long, when the last rank does not make the call: it `comes` later, or never."""
     brief = dist.new_group(timeout=timedelta(seconds=seconds))
     began, said = time.monotonic(), ""
     if group.rank() + 1 < RANKS:
@@ -214,7 +214,7 @@ def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_two_ranks_train_two_layers(found: list[dict[str, Found]], kind: str):
-    """Of two ranks each goes on from what the other's scan ends with; these are not the first two of their processes."""
+    """Each of two ranks goes on from what the other's scan ends with; these are not the first two of their processes."""
     hold_layer(step_of(two_layers(), 2, None, None, kind), [found[rank][f"two, {kind}"] for rank in PAIR])
 
 

@@ -1,4 +1,4 @@
-"""What `import flashdelta` costs and says, in processes of its own; words of switches in the environment."""
+"""Costs and output of `import flashdelta`, in processes of its own; words of switches in the environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print((time.process_time() - between) / (between - began), *(set(sys.modules) - 
 
 MARK = "imported torch"
 MOST = 0.2
-"""Of PyTorch's own import, in processor time: machines differ."""
+"""Share of PyTorch's own import, in processor time: machines differ."""
 
 
 def imported(before: str = "") -> tuple[float, set[str], str]:

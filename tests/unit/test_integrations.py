@@ -41,7 +41,7 @@ from flashdelta.integrations.seams import Patches  # noqa: E402
 ROOT = Path(__file__).parents[2]
 H, K, T = 2, 32, 20
 TOLERANCE = 2e-5
-"""Of float32 results, relative to the largest."""
+"""For float32 results, relative to the largest."""
 
 
 @pytest.fixture(autouse=True)

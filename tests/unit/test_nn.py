@@ -270,7 +270,7 @@ def test_hugging_faces_layer_computes_the_same(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_runs_projections_in_16_bits(dtype: torch.dtype):
-    """Of a float32 layer, and of one in bfloat16; gradients reach all parameters in their own dtypes."""
+    """A float32 layer, and one in bfloat16; gradients reach all parameters in their own dtypes."""
     layer = make_layer(dtype)
     x = rows(2, 40, dtype=dtype, device="cpu")
     with torch.autocast("cpu", torch.bfloat16):

@@ -202,7 +202,7 @@ STEPPED = calls(*steps("paged", "spec_packed", "verify_rows", "source"), marks=(
     [*calls(*CHECKED, *POOL_CALLS, *WITHOUT_TOKENS, *LAYER_CALLS, ("", fd.commit, commit_call)), *STEPPED],
 )
 def test_opcheck(op: Callable, make: Callable[[], dict], way: str):
-    """Of the operator that a traced call goes through."""
+    """Checks the operator that a traced call goes through."""
     call = make()
     if way == "gradients":
         if {"state_pool", "checkpoint_states"} & call.keys() or op in (fd.commit, fd.recurrent_kda):

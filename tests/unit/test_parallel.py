@@ -362,7 +362,7 @@ REFUSED = {
 
 
 def heard(*calls: Callable) -> list[str]:
-    """What two ranks are told by these calls of theirs, which leave the context as it was."""
+    """Errors that two ranks get from these calls of theirs, which leave the context as it was."""
 
     def run(group) -> str:
         context = context_parallel(OFFSETS, group=group, max_sequences=2)
@@ -427,7 +427,7 @@ ODD = {
     "halo_gradients": (halo_of(), halo_of(x=X.clone().requires_grad_()), OTHER_CALL),
     "halo_and_kda": (halo_of(), kda, OTHER_CALL),
 }
-"""What the two ranks call, and what both hear."""
+"""Calls of the two ranks, and what both hear."""
 
 
 @pytest.mark.parametrize("name", ODD)

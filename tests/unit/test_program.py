@@ -67,7 +67,7 @@ def test_arguments_are_found_again(started: Started):
 
 
 def test_tensors_may_be_views_of_what_a_caller_passes(started: Started):
-    """Of one tensor, and in another order than by role."""
+    """Views of one tensor, and in another order than by role."""
     rows, x = torch.zeros(3, 12), torch.zeros(4)
     given = tensors_of(q=x, k=rows[:, 4:], v=rows[1:, 2:])
     t = in_slots(given)

@@ -49,7 +49,7 @@ WITH_H = [replace(BY_NAME["h"], B=2, T=T, v_first=T > 64) for T in (1, 64, 150)]
 @pytest.mark.parametrize("chunk_size", [32, 64])
 @pytest.mark.parametrize("case", WITH_H, ids=case_id)
 def test_h_is_the_state_before_every_chunk(case: Case, chunk_size: int):
-    """Of packed sequences in order, and zeros where the host does not know how many chunks there are."""
+    """States of packed sequences in order, and zeros where the host does not know how many chunks there are."""
     call = make_call(replace(case, h=True, chunk_size=chunk_size), FP64)
     h = run_held(fd.chunk_kda, call, TOLERANCE[FP64])[2]
     if case.lengths:

@@ -1,4 +1,4 @@
-"""What users ran into, each rebuilt: of the layer, its caches and its plans, on a CPU."""
+"""Situations that users ran into, each rebuilt: of the layer, its caches and its plans, on a CPU."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ REFUSED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
         ),
     },
 }
-"""By operator and situation: the call, and the start of what is said."""
+"""Per operator and situation: the call, and the start of what is said."""
 
 REFUSED_IF_ASKED: dict[Callable, dict[str, tuple[Callable[[], dict], str]]] = {
     fd.kda_prefill: {"a log decay above 0": (lambda: prefilled(0.5), "g must be .* see gate.; got 0.5")},

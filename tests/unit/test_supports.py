@@ -129,8 +129,8 @@ def validated(pretended: Started, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_repeated_refusal_is_remembered(validated: list[str]):
-    """By the launch cache's key, so that tensors elsewhere are refused without another look. One that depends on addresses is
-    not: whether an output lies in an input."""
+    """Under the launch cache's key, so that tensors elsewhere are refused without another look. One that depends on addresses
+    is not: whether an output lies in an input."""
     call = good_call(fd.chunk_kda, "plain") | BY_KERNEL
     bad = call | {"beta": call["beta"][..., :1].clone()}
     reasons = set()

@@ -79,7 +79,7 @@ def test_second_derivatives_are_refused_and_not_lost(name: str):
 
 
 def test_autocast_and_negative_views_change_nothing():
-    """Of what is read; a view with the negative bit is not written."""
+    """Tensors that are read; a view with the negative bit is not written."""
     negative = torch.complex(torch.zeros_like(GIVEN["v"]), -GIVEN["v"]).conj().imag
     leaf, do = GIVEN["v"].clone().requires_grad_(), torch.randn(1, 20, 2, 32)
     want, o = attended(GIVEN["v"]), attended(leaf)

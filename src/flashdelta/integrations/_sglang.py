@@ -1,6 +1,6 @@
 """SGLang's KDA kernels on flashdelta: decoding, extension with and without tracked states, verification of chains.
 
-Methods of its Triton kernel, which is the default for all three, are replaced. What ours has not stays SGLang's: trees of
+Methods of its Triton kernel, which is the default for all three, are replaced. The rest stays SGLang's: trees of
 speculative tokens, and its ring of replayed ones.
 """
 

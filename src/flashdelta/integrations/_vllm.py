@@ -1,8 +1,8 @@
 """vLLM's KDA layers on flashdelta: Kimi-Linear, Kimi-K3, GLM-5.3-Flash and Ling-3.
 
 A layer gathers the states of a prefill from its pool, runs, and scatters them back. Here it is handed `Slots` instead, which
-say where the states lie: our kernel reads and writes them there, and nothing is gathered or scattered. What vLLM runs itself,
-as no kernel of ours does, gets the states gathered.
+say where the states lie: our kernel reads and writes them there, and nothing is gathered or scattered. A call that vLLM runs
+itself, as no kernel of ours does, gets the states gathered.
 """
 
 from __future__ import annotations

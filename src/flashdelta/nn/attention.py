@@ -6,7 +6,7 @@
     y       = (rmsnorm(o) * sigmoid(x Wg)) Wo
 
 Convolution, attention and gated norm are the operators of this package; a step of decoding over a pool is one of them
-(`fused_kda_decode`). What the next token needs of the past are the last `W - 1` inputs of the convolutions and the state, whose
+(`fused_kda_decode`). The next token needs of the past the last `W - 1` inputs of the convolutions and the state, whose
 size does not depend on how many tokens came before: a `KdaCache` holds those of a batch, a `KdaPool` those of many sequences in
 slots.
 """
@@ -59,7 +59,7 @@ class KdaCache:
     """Memory of a `KimiDeltaAttention` layer: of the tokens that it has seen. Never written in place.
 
     `conv [B, 2 H K + HV V, W - 1]`: the last inputs of the convolutions, q, k and v side by side, in the layer's dtype;
-    `state [B, HV, K, V]`: the recurrent state, float32. Of packed sequences `B` is their number.
+    `state [B, HV, K, V]`: the recurrent state, float32. With packed sequences `B` is their number.
     """
 
     conv: Tensor

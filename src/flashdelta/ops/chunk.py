@@ -61,8 +61,8 @@ def chunk_kda(
 
     Examples:
         >>> q, k, v, g = (torch.randn(1, 128, 2, 64) for _ in "qkvg")
-        >>> options = {"gate": "logsigmoid", "output_final_state": True}
-        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), **options)
+        >>> options = {"gate": "logsigmoid", "use_qk_l2norm_in_kernel": True}
+        >>> o, state = fd.chunk_kda(q, k, v, g, torch.rand(1, 128, 2), **options, output_final_state=True)
         >>> o.shape, state.shape
         (torch.Size([1, 128, 2, 64]), torch.Size([1, 2, 64, 64]))
 
@@ -76,7 +76,7 @@ def chunk_kda(
 
     Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place). `state_pool` and
     the buffers `out`, `final_state` and `checkpoint_states` are written, nothing else is; they take part in no transform of
-    `torch.func`. On a CPU values are checked as FLASHDELTA_CHECK=1 checks them, but for decays. States may also be float64
+    `torch.func`. On a CPU, FLASHDELTA_CHECK's checks are always on, except that of decays. States may also be float64
     where q is. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a split (see
     `split`) and for whether all sequences are short, both of which `batch_invariant` rules out. A call with gradients, or
     with g in float32, may differ in rounding from one without, as the backend `hopper` has forms of its kernels for each.
@@ -181,17 +181,10 @@ def chunk_kda(
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype, or
         `out`'s; `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`.
-        Packed, the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
-        bound `T // chunk_size + N`, with zeros in the rows past the last chunk. `checkpoint_offsets` `[N, M]` cut chunks, all
-        of which have a state in `h`: `NT` is then the bound `ceil(T / chunk_size) + M`, or `T // chunk_size + N (1 + M)`, with
-        zeros past the last chunk.
-
-        Besides its results a call of kernels without gradients, on one GPU, needs at most `S HV ((3 C K + 2 C C) b + 4 K)`
-        bytes while it runs, where `C` is `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be:
-        packed the bound `NT` above, else B times it. The backend `hopper` takes up to `36864 K + 1024 + 4 S HV` more, and where
-        sequences are cut into segments `4 G HV K (K + 2 V) + 4 (N + 1) + 24` more. `G` is the most segments that there
-        may be: n for each sequence with `split=n`, with "auto" one for each and one more for every 2 HV SMs (with
-        `batch_invariant` as many more for each). Inputs that can't be read in place are copied.
+        Packed, the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else
+        `T // chunk_size + N`, with zeros in the rows past the last chunk. `checkpoint_offsets` `[N, M]` cut chunks, all
+        of which have a state in `h`: `NT` is then `ceil(T / chunk_size) + M`, or at most `T // chunk_size + N (1 + M)`, with
+        zeros past the last chunk. Workspace: docs/start/serving.md, "Memory".
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message states the rule, then the value.

@@ -194,8 +194,8 @@ def replay_buffer(
     Examples:
         >>> buffer = fd.replay_buffer(8, num_spec_tokens=3, HV=2, K=64, V=64)  # eight sequences
 
-    Of a token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T` (Kimi Linear,
-    arXiv 2510.26692, eq. 1), then four numbers, which of the row's first token say how many tokens are recorded. Rows of a
+    Per token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T` (Kimi Linear,
+    arXiv 2510.26692, eq. 1), then four numbers, which in the row's first token say how many tokens are recorded. Rows of a
     larger buffer may lie any pitch apart; a multiple of 16 numbers avoids further compilations.
 
     Args:

@@ -27,6 +27,7 @@ def kda_prefill(
 
     Examples:
         >>> q, k, v, g = (torch.randn(1, 2, 100, 64) for _ in "qkvg")
+        >>> k = torch.nn.functional.normalize(k, dim=-1)  # else the state may grow without limit
         >>> o, w, u = fd.kda_prefill(q, k, v, g, torch.rand(1, 2, 100), gate="logsigmoid")
         >>> o.shape, w.shape
         (torch.Size([1, 2, 100, 64]), torch.Size([1, 2, 2, 64, 64]))

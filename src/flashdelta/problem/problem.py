@@ -427,8 +427,8 @@ class ChunkProblem(AttentionProblem):
     """Whole sequences in chunks: `chunk`, `prefill`.
 
     `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO` (`split.py`), for which the host may know
-    bounds on the chunks of the longest sequence and of all (`split.known_lengths`, else 0). Of prefills in float32:
-    `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch row of its own). Of calls
+    bounds on the chunks of the longest sequence and of all (`split.known_lengths`, else 0). For prefills in float32:
+    `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch row of its own). For calls
     over several ranks: the name of the `process_group`, this process' `rank` in it, how many `ranks` it has, and the way of
     their `exchange`, of which states go by `relay` where there are two (`parallel/`).
     """

@@ -97,7 +97,7 @@ def _by_token(problem: StepProblem, t: StepTensors, begins: Tensor, lengths: Ten
 
 
 def commit(problem: CommitProblem, t: CommitTensors) -> dict[str, Tensor]:
-    """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state. Of a replay
+    """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state. For a replay
     buffer that is the slot's state after the first `accepted_n` tokens recorded in the row, which is empty then."""
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()
     if problem.rows == 0 or states.shape[1] == 0:

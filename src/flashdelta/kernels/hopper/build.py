@@ -56,8 +56,8 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Plan | None:
 
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
 """Value heads from which chunks are taken in steps of 32 tokens, by key channels, and whether ranks form transitions.
-`prepare` has less to do for a chunk then, but the chain of `recurrence` is longer, which few heads wait for. Of 8192 tokens
-with K = 128 16, 32 and 64 heads take 228, 283 and 441 us instead of 198, 275 and 518, in 8 sequences 32 heads 228 instead of
+`prepare` has less to do for a chunk then, but the chain of `recurrence` is longer, which few heads wait for. With 8192 tokens
+and K = 128 16, 32 and 64 heads take 228, 283 and 441 us instead of 198, 275 and 518, in 8 sequences 32 heads 228 instead of
 272. Where ranks form transitions, their chain comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 176, 244
 and 369 us instead of 199, 343 and 510 (benchmarks/results/tuning/half_steps-h200.json)."""
 

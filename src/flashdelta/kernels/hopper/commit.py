@@ -5,10 +5,10 @@ Contract and sum as in `triton/commit.py`, which is a matrix product with the to
 
     S^T <- S^T diag(exp(G_T)) + u^T (exp(G_T - G_t) k_t),   [V, K] = [V, K] + [V, T] [T, K]
 
-Of a whole head it puts records in shared memory once, and works on one slice after the other.
+For a whole head it puts records in shared memory once, and works on one slice after the other.
 
 All that a CTA reads, it asks for at once: states come to where accumulators of MMAs are, records to one thread a key channel,
-which has all tokens of it. What is recorded decides only whether the result is stored. Where it all lies is a guess: indices
+which has all tokens of it. The recorded count decides only whether the result is stored. Where it all lies is a guess: indices
 and counts are read before the wait for the kernel before this one, which may yet overwrite them, and again after it.
 """
 
@@ -90,7 +90,7 @@ def load_records(
     record, count, tokens, there, of_u, row_step, K, SLICES, TOKENS, row_l: gl.constexpr, left_l: gl.constexpr,
 ):  # fmt: skip
     """Loads accepted tokens from the last one on: `k` and the decays that what is before them goes through, `[TOKENS, K]`; the
-    first token's decay; and channels `of_u` of each slice of `u`, twice. What a token adds decays by those before it in this
+    first token's decay; and channels `of_u` of each slice of `u`, twice. A token's update decays by those before it in this
     order."""
     last = gl.where(there, gl.minimum(count, tokens), 0)
     back = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, row_l))

@@ -1,7 +1,7 @@
 """Stage `decode` for Hopper: one token per sequence, states in bfloat16 as `[V, K]`. One CTA of one warp per (sequence, value
 head, slice of `BV` value channels).
 
-Contract and order of operations: as `triton/decode.py`. What differs is how a warp is kept from waiting:
+Contract and order of operations: as `triton/decode.py`. A warp is kept from waiting in other ways:
 
 * States and rows come through shared memory, by asynchronous copies. ptxas would move loads to registers behind the work on
   the rows, to save registers, and a warp would wait for memory three times.

@@ -1,6 +1,6 @@
 """Stage `fused_decode` for Hopper: one token per sequence, states in place as `[V, K]`. One CTA per (sequence, query/key head).
 
-Contract and order of operations: as `triton/fused_decode.py`. What differs is how few times a CTA waits:
+Contract and order of operations: as `triton/fused_decode.py`. A CTA waits fewer times:
 
 * What lies in a slot is asked for by a guess: the index is read before the wait for the kernel before this one, which may yet
   overwrite it, and again after it. If it has changed, windows and state are asked for again.
@@ -294,7 +294,7 @@ def fused_decode_kernel(
 def hopper_config(problem: FusedProblem, sms: int) -> tuple[int, tuple[int, int]]:
     """Registers of a thread, and the CTAs, from the first to before the second, that prefetch what lies in their slots.
 
-    Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
+    With 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
     With an SM for each, all CTAs prefetch: memory has nothing else to do. In more than four waves, too: most CTAs start while
     others load, and wait for nobody. Between, those that `prefetching_ctas` names, as in `decode`."""
     most = 168 if problem.state_dtype == torch.float32 else 128

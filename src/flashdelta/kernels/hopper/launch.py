@@ -29,7 +29,7 @@ FLAGS = 256
 
 def layout(problem: ChunkProblem) -> Layout:
     """Layout of what `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and
-    head) and `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
+    head) and `decay`. CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
     stored theirs."""
     chunks = problem.B * problem.slots * problem.HV
     # a tensor descriptor must have a row, even if there is no chunk to fetch

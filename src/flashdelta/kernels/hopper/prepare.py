@@ -71,7 +71,7 @@ FORGOTTEN = gl.constexpr(2.0**-60)
 
 @aggregate
 class Buffers:
-    """Shared memory. What is stored or loaded without a barrier between lies in allocations of its own: the compiler puts a
+    """Shared memory. Data stored or loaded without a barrier between lies in allocations of its own: the compiler puts a
     barrier between two accesses to one allocation if one of them writes. `h` is a half of the channels."""
 
     pair0: gl.shared_memory_descriptor

@@ -107,7 +107,7 @@ def decayed_queries(queries, norm_q_s, a, i: gl.constexpr):
 
 @gluon.jit
 def own_step(x, row):
-    """`[64, 32]`, of a product `[64, 64]` of the chunk's rows the columns of each row's own step. What is dropped may have
+    """`[64, 32]`, of a product `[64, 64]` of the chunk's rows the columns of each row's own step. The others may have
     overflowed."""
     if x.shape[1] == 64:
         first, second = column_halves(x, ACC_HALF)
@@ -427,7 +427,7 @@ def largest_of_rows(tile_s, factors_s):
 @gluon.jit
 def does_forget(decay, largest_kb_s, largest_w, K):
     """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing.
-    Of each step, with D = diag(exp(G_C - G_m)),
+    For each step, with D = diag(exp(G_C - G_m)),
 
         |M| = |D (I - kb^T w) diag(exp(G_m))| <= max exp(G_m) (max D + sum_i |D kb_i| |w_i|)
 

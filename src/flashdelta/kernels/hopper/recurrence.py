@@ -242,7 +242,7 @@ def store_checkpoints(
 
 @gluon.jit
 def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V, V_FIRST, H_V_FIRST, STEPS):
-    """The consumer: four warps that carry a tile's state from chunk to chunk. What follows are chunks of 64 tokens; with
+    """The consumer: four warps that carry a tile's state from chunk to chunk. Chunks below have 64 tokens; with
     `STEPS` a chunk is two steps of 32, each a `start_step` and an `end_step`, and its stage has one tile less.
 
     A stage holds the chunk's tiles `-w, qg, kg` (K / 64 each), `inverse = (I + A)^-1 diag(beta)` and `Aqk`, its decays and v:

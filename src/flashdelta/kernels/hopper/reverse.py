@@ -94,7 +94,7 @@ def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K):
 
 @gluon.jit
 def compute(ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler, K, V, V_FIRST):
-    """The consumer: four warps that carry a tile's gradient from chunk to chunk. What a chunk leaves goes to memory during the
+    """The consumer: four warps that carry a tile's gradient from chunk to chunk. A chunk's results go to memory during the
     next one's first MMAs. No MMA is in flight from chunk to chunk, as in `recurrence`."""
     grad_v_new, grad_h, grad_initial, border, packet = outputs
     offsets, ends = between

@@ -132,7 +132,7 @@ def load(sources, ring, scheduler, border, strides, K, STEPS):
 @gluon.jit
 def start_columns(ring, s, STEP, state0, state1, v_t, KH):
     """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: what `recurrence` does to its state, to
-    the bit. What it has of the stage but tiles, it has before it waits."""
+    the bit. All that it takes of the stage but tiles, it has before it waits."""
     KB: gl.constexpr = KH
     inverse = rows_of_step(ring, s, 2 * KH, STEP).slice(0, 32, 1)
     state0, state1, v_new_t, left0, left1 = new_values(ring, s, STEP, inverse, state0, state1, v_t, KH)

@@ -1,7 +1,7 @@
 """Stage `verify` for Hopper: up to 17 speculative tokens, states as `[V, K]`. One CTA per (sequence, value head), a thread for
 each value channel.
 
-Contract, system of equations and products as in `triton/verify.py`. What differs is how data gets to where it is used:
+Contract, system of equations and products as in `triton/verify.py`. Data gets to where it is used in other ways:
 
 * The state goes from memory to the registers that its MMAs read it from. An MMA sums over keys in any order, so a thread has 16
   adjacent bytes of a row.
@@ -96,7 +96,7 @@ def pairs_by_levels(
     """A and B transposed, without B's diagonal, to `pairs_s`, 16 rows for every `AT_ONCE` levels; and rows for the state to
     `rows_s`. Returns `until` of the whole. `since_s` and `until_s` are for the rows of such levels.
 
-    Of level `l`, and aligned blocks of `2^l` tokens: `until` has the products of `exp(g)` from behind a token to its block's
+    For level `l`, and aligned blocks of `2^l` tokens: `until` has the products of `exp(g)` from behind a token to its block's
     end, `since` those from the block's begin up to and with it, and `whole` those of blocks. A token is a source where its
     block is the first half of one of `2^(l + 1)`.
     """
@@ -455,7 +455,7 @@ def verify_kernel(
 
 
 def max_registers(problem: StepProblem, tokens: int, sms: int) -> int | None:
-    """Registers of a thread. 168 up to 8 tokens: three CTAs of four warps fit on an SM. Of 4 tokens and a bfloat16 state 128,
+    """Registers of a thread. 168 up to 8 tokens: three CTAs of four warps fit on an SM. With 4 tokens and a bfloat16 state 128,
     and four CTAs, where an SM gets two or four.
 
     The next launch's CTAs come to an SM as soon as there is room, wherever that is. An SM has its share of them and no more

@@ -76,7 +76,7 @@ def own_work_tile(cu_seqlens, T, HV, SLICES):
 
 @triton.jit
 def end_of_few(begin, end, most_tokens):
-    """The end of a sequence of up to `most_tokens` tokens. Of a longer one its begin: nothing of it is stored."""
+    """The end of a sequence of up to `most_tokens` tokens. For a longer one its begin: nothing of it is stored."""
     return tl.where(end - begin > most_tokens, begin, end)
 
 

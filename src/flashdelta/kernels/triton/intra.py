@@ -98,7 +98,7 @@ def intra_kernel(
     """`dq_i += sum_j dAqk_ij k_j E_ij` and all else of the stage's contract.
 
     Adds to the gradients that `wy` left, in place, and leaves those of the call's inputs, dense by value head: `out_q, out_k,
-    out_g [B, T, HV, K]`, `out_beta [B, T, HV]`. Of the gate's parameters it leaves the chunk's partial sums, `partial_A_log`
+    out_g [B, T, HV, K]`, `out_beta [B, T, HV]`. For the gate's parameters it leaves the chunk's partial sums, `partial_A_log`
     and `partial_dt_bias [S, HV, K]`.
     """
     head, chunk_slot, batch, start, count = own_chunk(tl.program_id(0), cu_seqlens, None, 0, chunk_slots, N, T, HV, C)

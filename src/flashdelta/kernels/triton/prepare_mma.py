@@ -90,7 +90,7 @@ def store_parts(x, high_s, low_s):
 
 @gluon.jit
 def product(left_s, right_s):
-    """Of two matrices `[32, 32]` in float32: where keys repeat, terms alternate in sign and cancel."""
+    """The product of two matrices `[32, 32]` in float32: where keys repeat, terms alternate in sign and cancel."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=QUARTERS, k_width=1)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=QUARTERS, k_width=1)
     zero = gl.zeros((32, 32), gl.float32, layout=QUARTERS)

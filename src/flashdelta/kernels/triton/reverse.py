@@ -8,7 +8,7 @@ Contract (docs/backward.md), from `prepare`'s tiles, `do`, and the gradient `dS'
 
 The same work as the forward's `recurrence`, and as there everything is kept transposed: `dS^T [BV, K]`, `dv_new^T [BV, C]`.
 
-Of split sequences (docs/split.md) a CTA has a segment. The gradient before one is affine in that after it,
+In split sequences (docs/split.md) a CTA has a segment. The gradient before one is affine in that after it,
 
     dS = M^T dS' + c                                      with the segment's own M, [K, K]
 

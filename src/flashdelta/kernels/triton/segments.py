@@ -76,7 +76,7 @@ def transitions_kernel(
     with V first.
 
     One CTA per (segment, value head, `BV` of the K + V columns of M and b), which scans the segment as `recurrence` does. M's
-    columns are states that start as unit vectors and that no value writes to; b's start from zero. Of a sequence's first
+    columns are states that start as unit vectors and that no value writes to; b's start from zero. In a sequence's first
     segment b starts from the initial state, so that it is the state after it, and M is not formed.
 
     With `border` instead of `first_segment`, segments are the whole sequences that go on to the next rank; those that come from

@@ -329,8 +329,8 @@ def verify_kernel(
 
 
 def verify_config(problem: StepProblem) -> Config:
-    """A head's whole state, 32 KB at a time, as A, B and the inverse are the same for all of it. Of at most 8 tokens, three or
-    four of these CTAs fit on an SM of Hopper."""
+    """A head's whole state, 32 KB at a time, as A, B and the inverse are the same for all of it. With at most 8 tokens, three
+    or four of these CTAs fit on an SM of Hopper."""
     wide = problem.state_dtype == torch.float32
     tile = min(problem.V, max(1, (8192 if wide else 16384) // problem.K))
     fits = problem.most_tokens <= 8 and problem.K <= 128

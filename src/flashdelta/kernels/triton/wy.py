@@ -170,7 +170,7 @@ def wy_kernel(
 ):  # fmt: skip
     """`dAkk = -Akk_inv^T dAkk_inv Akk_inv^T`, and all else of the stage's contract.
 
-    By token and value head, in float32: `grad_q, grad_k` (of normalised rows) and `grad_G [B, T, HV, K]`, and `grad_beta
+    Per token and value head, in float32: `grad_q, grad_k` (of normalised rows) and `grad_G [B, T, HV, K]`, and `grad_beta
     [B, T, HV]`; what comes through `Akk` and `Aqk` is missing in all four, and `intra` adds it. `grad_v [B, T, HV, V]` is
     final. `grad_Akk` and `grad_Aqk` are lower triangles.
 

@@ -2,7 +2,7 @@
 
 A batch has a fixed number of rows. A request that joins has its prompt prefilled into the slot of a free row; every step
 writes a token of every row, those without a request with a null index, which reads and stores nothing. On a GPU a step is one
-CUDA graph, sampling included: who joins or leaves changes what its tensors hold, and never which. What a row computes does not
+CUDA graph, sampling included: who joins or leaves changes what its tensors hold, and never which. A row does not
 depend on the others, so that a request gets the text that it gets alone; the demo checks that.
 """
 

@@ -1,7 +1,7 @@
 """Where elements lie: in the tiles that kernels leave for each other, in registers, and the loads and stores between.
 
 Tiles `[64, 64]` that `prepare` leaves: row r lies at row `position(r)`, column c at column `position(c)`. An accumulator of
-wgmma gives a thread 2 adjacent columns of every 8. By position these are 8 adjacent ones, twice: 16 bytes that go from
+wgmma gives a thread 2 adjacent columns of every 8. In positions these are 8 adjacent ones, twice: 16 bytes that go from
 registers to memory, with 4 lanes on 64 adjacent bytes, and no shared memory between. An MMA sums in the same order over both
 operands, so `recurrence` uses the tiles as they lie, and only what enters or leaves it (v, o and states) knows of the order.
 """

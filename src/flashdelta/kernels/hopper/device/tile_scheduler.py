@@ -142,7 +142,7 @@ class TileScheduler:
 
     @gluon.jit
     def row(self, tile):
-        """The sequence as row of the checkpoints. Of segments in 32 bits: else the high half of a row's length takes a register
+        """The sequence as row of the checkpoints. 32 bits for segments: else the high half of a row's length takes a register
         from all of the kernel."""
         return tile.n if self.first_segment is None else tile.n.to(gl.int32)
 

@@ -1,1 +1,1 @@
-"""What Gluon kernels of all backends have in common."""
+"""Parts that Gluon kernels of all backends share."""
