@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +15,6 @@ from ..gpu.calls import KIMI
 from ..support.cases import BF16
 from ..support.inputs import make_call
 from ..support.split_cases import COSTS, split_call
-
-FP64 = torch.float64
-
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
 

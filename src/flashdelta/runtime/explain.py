@@ -127,11 +127,9 @@ def explain(op: Callable, /, *arguments: object, device: torch.device | str | No
     segments, restarts = None, False
     if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.operation == "chunk":
         readable = is_plain(t.q) and t.q.device.type == place.type != "meta"
-        segments = tuple(chosen.parts(problem, chunks_of(problem, t).tolist(), t.device)) if readable else None
-        if readable and chosen.name == "hopper":
-            from ..kernels.hopper.launch import parts
-
-            restarts = parts(problem, t.device) > 1
+        segments, restarts = (
+            chosen.parts(problem, chunks_of(problem, t).tolist(), t.device) if readable else (None, False)
+        )
     why = None if chosen.plain else not_replayed({name: given[name] for name in call.tensors if name in given})
     return Explanation(answer_of(problem, place, chosen), (*backends.judge(problem, place),), segments, why, restarts)
 
