@@ -209,9 +209,8 @@ class HopperBackend(Backend):
         most = room(problem, device)
         whole = in_steps(problem, most) or in_one_launch(problem, device)
         options = problem.split, problem.batch_invariant
-        return tuple(parts_of_sequences(chunks, 0 if whole else most, SPLIT_COSTS, *options)), parts(
-            problem, device
-        ) > 1
+        found = tuple(parts_of_sequences(chunks, 0 if whole else most, SPLIT_COSTS, *options))
+        return found, parts(problem, device) > 1
 
 
 def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Executable:

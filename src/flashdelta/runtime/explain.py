@@ -126,10 +126,8 @@ def explain(op: Callable, /, *arguments: object, device: torch.device | str | No
     place = asked or t.device
     segments, restarts = None, False
     if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.operation == "chunk":
-        readable = is_plain(t.q) and t.q.device.type == place.type != "meta"
-        segments, restarts = (
-            chosen.parts(problem, chunks_of(problem, t).tolist(), t.device) if readable else (None, False)
-        )
+        known = is_plain(t.q) and t.q.device.type == place.type != "meta"
+        segments, restarts = chosen.parts(problem, chunks_of(problem, t).tolist(), t.device) if known else (None, False)
     why = None if chosen.plain else not_replayed({name: given[name] for name in call.tensors if name in given})
     return Explanation(answer_of(problem, place, chosen), (*backends.judge(problem, place),), segments, why, restarts)
 
