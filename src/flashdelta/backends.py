@@ -66,9 +66,10 @@ class Backend(Protocol):
     def build(self, problem: Problem, t: Tensors) -> Executable:
         """The plan of a call that meets no obstacle, or of its backward pass."""
 
-    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
-        """Segments that each sequence is cut into, from its `chunks` (`problem/split.py`)."""
-        return [1] * len(chunks)
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> tuple[tuple[int, ...], bool]:
+        """Segments that each sequence is cut into, from its `chunks` (`problem/split.py`), and whether a whole one may be done
+        in pieces that begin where a chunk forgets."""
+        return (1,) * len(chunks), False
 
 
 def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
@@ -200,14 +201,16 @@ class HopperBackend(Backend):
     def build(self, problem: Problem, t: Tensors) -> Executable:
         return build_hopper(problem, t)
 
-    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> tuple[tuple[int, ...], bool]:
         from .kernels.hopper.build import in_one_launch, in_steps
+        from .kernels.hopper.launch import parts
         from .kernels.hopper.segments import SPLIT_COSTS, room
 
         most = room(problem, device)
         whole = in_steps(problem, most) or in_one_launch(problem, device)
         options = problem.split, problem.batch_invariant
-        return parts_of_sequences(chunks, 0 if whole else most, SPLIT_COSTS, *options)
+        found = tuple(parts_of_sequences(chunks, 0 if whole else most, SPLIT_COSTS, *options))
+        return found, parts(problem, device) > 1
 
 
 def build_hopper(problem: Problem, t: Tensors, arch: int | None = None) -> Executable:
@@ -257,12 +260,12 @@ class TritonBackend(Backend):
 
         return build(problem, t)
 
-    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> list[int]:
+    def parts(self, problem: ChunkProblem, chunks: Sequence[int], device: torch.device) -> tuple[tuple[int, ...], bool]:
         from .kernels.triton.segments import SPLIT_COSTS, room
         from .program.launch import capability, sm_count
 
         most = room(problem, capability(device), sm_count(device))
-        return parts_of_sequences(chunks, most, SPLIT_COSTS, problem.split, problem.batch_invariant)
+        return tuple(parts_of_sequences(chunks, most, SPLIT_COSTS, problem.split, problem.batch_invariant)), False
 
 
 def interpreting() -> bool:

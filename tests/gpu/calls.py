@@ -25,6 +25,7 @@ from flashdelta.kernels.hopper import build
 from flashdelta.runtime.call import CACHE
 
 from ..support.cases import BF16, BY_NAME, CASES, FP16, FP32, Case
+from ..support.gradients import gradients, incoming, relative_errors
 from ..support.inputs import make_call, sequence_calls
 from ..support.oracle import (
     as_recurrent,
@@ -108,10 +109,15 @@ def on_gpu(case: Case) -> Case:
 
 
 def check_scalar_decay(case: Case, dtype: torch.dtype, backend: str, device: str = "cuda") -> None:
-    """Holds a call with g expanded against Gated DeltaNet's own recurrence."""
+    """Holds a call with g expanded, and the gradient of g, against Gated DeltaNet's own recurrence."""
     scalar = scalar_call(case, dtype, device) | {"backend": backend}
     call = expanded(scalar)
     hold(call, fd.chunk_kda(**call), gated_delta_net(**float64(scalar)), slack_of(case, call))
+    if not case.ill_conditioned:
+        grads = incoming(call)
+        found = gradients(scalar, *grads, lambda **x: fd.chunk_kda(**expanded(x)))
+        want = gradients(float64(scalar), *grads, gated_delta_net)
+        assert relative_errors(found, want)["g"] <= 5 * tolerance_of(call)
 
 
 def takes_hopper(case: Case) -> bool:

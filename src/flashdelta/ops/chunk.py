@@ -78,7 +78,7 @@ def chunk_kda(
     the buffers `out`, `final_state` and `checkpoint_states` are written, nothing else is; they take part in no transform of
     `torch.func`. On a CPU, FLASHDELTA_CHECK's checks are always on, except that of decays. States may also be float64
     where q is. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a split (see
-    `split`) and for whether all sequences are short, both of which `batch_invariant` rules out. A call with gradients, or
+    `split`), restarts there, and whether all sequences are short, which `batch_invariant` rules out. A call with gradients, or
     with g in float32, may differ in rounding from one without, as the backend `hopper` has forms of its kernels for each.
 
     Args:
@@ -136,7 +136,7 @@ def chunk_kda(
             Without it offset `c_m` cuts the sequence at `d_m = clamp(c_m, d_{m-1}, L)` for L tokens, `d_{-1} = 0`, and stores
             the state if `0 < c_m == d_m`: those past the end, or below the cut before, store nothing, an equal one the same
             state. The chunk grid of a sequence starts anew at its cuts, whatever the index: if all are multiples of
-            `chunk_size` they change no bit of the results, but where a call without offsets would try segments (see `split`).
+            `chunk_size` they change no bit of the results, but where a call without offsets restarts (see `split`).
         checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`. With
             `checkpoint_states` its rows, null if below 0 (row 0 is a row under any `null_index`); one past the end stores
             nothing. A row that two stored checkpoints name is undefined. FLASHDELTA_CHECK=1 refuses both.
@@ -147,9 +147,9 @@ def chunk_kda(
         checkpoint_every: a multiple of 64 up to 2^30, with `checkpoint_states` and without offsets: the states before tokens
             0, n, 2n, ... of each sequence are stored, `ceil(L / n)` of a sequence of L tokens, none of an empty one. A
             sequence's rows lie one after another, and so do the sequences' (as `h` has chunks); row `b ceil(T / n) + i`
-            without `cu_seqlens`. No bit of the results changes. Rows past the end of the buffer are not stored: packed
-            sequences need at most `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer
-            than `B ceil(T / n)` are refused.
+            without `cu_seqlens`. Bits change only where a call without it restarts (see `split`). Rows past the end of the
+            buffer are not stored: packed sequences need at most `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit;
+            without `cu_seqlens` fewer than `B ceil(T / n)` are refused.
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
             ranks also on where these cut it. Few heads then do without the kernel for batches of short sequences.
 
@@ -167,7 +167,7 @@ def chunk_kda(
         split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
             sequences. The backward pass has the same segments. Results differ in rounding. With "auto"
-            and few heads `hopper` also begins segments where a chunk forgets the state before it: up to 2^-60 of that state
+            and few heads `hopper` also restarts where a chunk forgets the state before it: up to 2^-60 of that state
             may be dropped, and a NaN or an infinity in it (docs/split.md).
         cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
             too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and

@@ -69,13 +69,15 @@ def answer_of(problem: Problem, device: torch.device, chosen: backends.Backend) 
 @dataclass(frozen=True)
 class Explanation:
     """The answer of `explain`: what `supports` says, every backend's verdict, and of `chunk_kda` how many `segments` each
-    sequence is cut into, in its backward pass too (None where the lengths can't be read). `not_replayed`: why calls like it
-    are built anew each time, which takes the host a millisecond (None where the second one replays the first)."""
+    sequence is cut into, in its backward pass too (None where the lengths can't be read). `restarts`: whether a whole sequence
+    may be done in pieces that begin where a chunk forgets. `not_replayed`: why calls like it are built anew each time, which
+    takes the host a millisecond (None where the second one replays the first)."""
 
     support: Support
     verdicts: tuple[Verdict, ...]
     segments: tuple[int, ...] | None = None
     not_replayed: str | None = None
+    restarts: bool = False
 
     @property
     def chosen(self) -> str:
@@ -87,7 +89,8 @@ class Explanation:
         lines = [f"runs on: {self.chosen}"]
         if self.segments is not None:
             split = f"segments of the sequences: {', '.join(map(str, self.segments))}"
-            lines.append("  " + (split if max(self.segments, default=1) > 1 else "sequences stay whole"))
+            whole = "sequences stay whole" + ", but may restart where a chunk forgets" * self.restarts
+            lines.append("  " + (split if max(self.segments, default=1) > 1 else whole))
         if self.not_replayed is not None:
             lines.append(f"  not replayed: {self.not_replayed}")
         for v in self.verdicts:
@@ -121,14 +124,12 @@ def explain(op: Callable, /, *arguments: object, device: torch.device | str | No
     asked = None if device is None else named_device(device)
     problem, t, chosen = call.check(given, device=asked)
     place = asked or t.device
-    support = answer_of(problem, place, chosen)
-    verdicts = tuple(backends.judge(problem, place))
-    segments = None
+    segments, restarts = None, False
     if isinstance(problem, ChunkProblem) and isinstance(t, ChunkTensors) and problem.operation == "chunk":
-        readable = is_plain(t.q) and t.q.device.type == place.type != "meta"
-        segments = tuple(chosen.parts(problem, chunks_of(problem, t).tolist(), t.device)) if readable else None
+        known = is_plain(t.q) and t.q.device.type == place.type != "meta"
+        segments, restarts = chosen.parts(problem, chunks_of(problem, t).tolist(), t.device) if known else (None, False)
     why = None if chosen.plain else not_replayed({name: given[name] for name in call.tensors if name in given})
-    return Explanation(support, verdicts, segments, why)
+    return Explanation(answer_of(problem, place, chosen), (*backends.judge(problem, place),), segments, why, restarts)
 
 
 def not_replayed(tensors: Mapping[str, Tensor | None]) -> str | None:
@@ -139,6 +140,5 @@ def not_replayed(tensors: Mapping[str, Tensor | None]) -> str | None:
         if x is not None and not is_plain(x):
             return f"{name} is a {type(x).__name__}, whose operators must see the call"
         if x is not None and (x.is_neg() or x._is_zerotensor()):
-            stands_for = "the negative of another" if x.is_neg() else "zeros"
-            return f"{name} has no memory of its own: it stands for {stands_for}"
+            return f"{name} has no memory: it stands for {'the negative of another' if x.is_neg() else 'zeros'}"
     return None
