@@ -169,11 +169,12 @@ def summary(samples: list[dict]) -> list[dict]:
 def table(rows: list[dict]) -> str:
     """In Markdown: medians, the gain and in brackets the least and the most of a pair of processes."""
     lines = ["| model | what | off | on | gain |", "| --- | --- | ---: | ---: | ---: |"]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["scenario"]):
         for mode in ("on", "fused"):
-            if "off" in row and mode in row:
+            if "off" in row and mode in row and not row["row"].endswith(("each length new", "calls in a step of 32")):
                 name, x = row["scenario"] + (", fused" if mode == "fused" else ""), row[mode]
                 gain = f"{x['gain']:.2f} ({x['least']:.2f}-{x['most']:.2f})" if "gain" in x else ""
                 what = row["row"] + ("" if row["row"].startswith(("tokens", "count")) else ", ms")
-                lines.append(f"| {name} | {what} | {row['off']['median']:,.4g} | {x['median']:,.4g} | {gain} |")
+                off, on = (f"{x:,.{0 if x > 1000 else 2}f}" for x in (row["off"]["median"], x["median"]))
+                lines.append(f"| {name} | {what} | {off} | {on} | {gain} |")
     return "\n".join(lines)
