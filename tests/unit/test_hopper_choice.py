@@ -22,6 +22,7 @@ from flashdelta.program.workspace import in_slots
 from flashdelta.runtime import warmup
 from flashdelta.runtime.call import check
 
+from ..gluon.interpreter import hopper_on_cpu
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu, takes_hopper
 from ..gpu.test_pool import MODELS as POOL_MODELS
 from ..support.cases import BF16, CASES, FP32, GATE_CASES, Case
@@ -209,6 +210,13 @@ def test_what_a_batch_must_not_decide_begins_nowhere_afresh(T: int):
     ):
         problem, t = check(fd.chunk_kda, **call | options)
         assert ("forgets" in split_layout(problem, t.device)) == (options == {})
+
+
+def test_explain_says_where_sequences_may_restart():
+    call = make_call(replace(KIMI, H=1, HV=1), BF16)
+    with hopper_on_cpu():
+        said = [str(fd.explain(fd.chunk_kda, **call, batch_invariant=x)) for x in (False, True)]
+    assert ["whole, but may restart" in x for x in said] == [True, False]
 
 
 PROMPTS = replace(KIMI, H=16, HV=16, lengths=(40,) * 200, state=FP32)

@@ -10,10 +10,6 @@ from hypothesis import strategies as st
 import flashdelta as fd
 from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
 
-from ..gluon.interpreter import hopper_on_cpu
-from ..gpu.calls import KIMI
-from ..support.cases import BF16
-from ..support.inputs import make_call
 from ..support.split_cases import COSTS, split_call
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -41,10 +37,3 @@ def test_explain_says_the_plan():
     assert explanation.segments == (1, 1, 1) and "sequences stay whole" in str(explanation)
     explanation = replace(explanation, segments=(5, 1, 1))
     assert "segments of the sequences: 5, 1, 1" in str(explanation)
-
-
-def test_explain_says_where_sequences_may_restart():
-    call = make_call(replace(KIMI, H=1, HV=1), BF16)
-    with hopper_on_cpu():
-        said = [str(fd.explain(fd.chunk_kda, **call, batch_invariant=x)) for x in (False, True)]
-    assert ["whole, but may restart" in x for x in said] == [True, False]
