@@ -143,10 +143,10 @@ def test_few_ctas_change_no_bit(case: Case, split: bool | int, sms: int):
     assert all(torch.equal(x, want[name]) for name, x in found.items())
 
 
-@pytest.mark.parametrize("exponent", [-30, 30])
-def test_gradients_scale_with_the_loss(exponent: int):
-    """Exactly: what stages leave in float16 has sizes of its own."""
-    call = call_of(ROWS, "hopper")
+@pytest.mark.parametrize(("exponent", "hard"), [(-30, None), (-30, "pinned"), (30, "pinned")])
+def test_gradients_scale_with_the_loss(exponent: int, hard: str | None):
+    """Exactly: what stages leave in float16 has sizes of its own, and large decays leave room."""
+    call = call_of(replace(ROWS, hard=hard), "hopper")
     grads = incoming(call)
     want, factor = gradients(call, *grads), 2.0**exponent
     found = gradients(call, *(x * factor for x in grads))

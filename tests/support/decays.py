@@ -41,10 +41,8 @@ def decays_call(kind: str, T: int, H: int, device: str = "cpu", K: int = 128) ->
     return call | {"g": g, "backend": "hopper", "split": False}
 
 
-EXPLICIT = replace(
-    KIMI, name="explicit", gate="none", lower_bound=None, safe=True, l2norm=False, beta="value", state=FP32
-)
-"""Decays, keys and write strengths as they are given."""
+EXPLICIT = replace(KIMI, name="explicit", gate="none", lower_bound=None, safe=True, beta="value", state=FP32)
+"""Decays and write strengths as they are given."""
 
 OTHERS = (9, 70)
 """Channels that `moved` moves to: of the same half, and of the other."""

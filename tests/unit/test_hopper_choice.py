@@ -233,7 +233,7 @@ INVARIANT = ({"batch_invariant": True}, {"split": False})
         (replace(PROMPTS, lengths=(128,) * 15), {}, False),
         (replace(PROMPTS, lengths=(129, *(40,) * 200)), {}, False),
         (MANY_HEADS, {}, True),
-        (replace(MANY_HEADS, lengths=(65, *(40,) * 200)), {}, False),
+        (replace(MANY_HEADS, lengths=(65, *(40,) * 200)), {}, True),
         (replace(DENSE, T=128), {}, True),
         (replace(DENSE, T=129), {}, False),
         (replace(PROMPTS, lengths=()), {}, False),

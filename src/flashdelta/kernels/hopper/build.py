@@ -79,17 +79,16 @@ def may_go_in_steps(problem: ChunkProblem) -> bool:
 
 
 SHORT_TILES = 256
-"""Sequences times value heads from which `short` was faster than two launches, with sequences of one chunk, and with two if
-heads are so few that calls keep whole chunks. 200 sequences of 40 tokens with 16 heads take 169 us instead of 335, 64 of 100
-83 instead of 100 with 8, but 254 instead of 246 with 32 (benchmarks/results/tuning/short-h200.json)."""
+"""Sequences times value heads from which `short` was faster than two launches, with sequences of one or two chunks. 200
+sequences of 40 tokens with 16 heads take 169 us instead of 335, 64 of 100 83 instead of 100 with 8, 227 instead of 244.6 with
+32 (benchmarks/results/tuning/short-h200.json)."""
 
 
 def in_one_launch(problem: ChunkProblem, device: torch.device) -> bool:
     """Says whether `short` does the call: where the host knows that no sequence is long, though it is right for any lengths.
     Its steps have other bits than the chunks of calls with few heads, which do without it where bits are a sequence's own."""
     longest = problem.longest_chunks if problem.packed else -(-problem.T // TILE)
-    most = 1 if STEPS_FROM[problem.K, False] <= problem.HV else 2
-    fits = problem.K == problem.V == 128 and 0 < longest <= most and SHORT_TILES <= problem.N * problem.HV
+    fits = problem.K == problem.V == 128 and 0 < longest <= 2 and SHORT_TILES <= problem.N * problem.HV
     plain = problem.ranks == 1 and problem.checkpoints == 0 and problem.checkpoint_every == 0 and problem.safe_gate
     free = problem.split == AUTO and not problem.batch_invariant
     same = free or in_steps(problem, room(problem, device))

@@ -9,8 +9,10 @@ Pairs i > j of tokens are split at a place between them, with `E` the sum of log
     left_i = exp(G_i - E)      right_j = exp(E - G_j)
 
 For bounded decays that is the middle of the row's block of 32; for pairs of the two blocks what decays from the one middle to
-the other, a factor of the channel alone, is multiplied with the sums. For other decays it is the boundary between the halves of
-the blocks of 2, 4, .. 64 rows, where no factor is more than 1.
+the other, a factor of the channel alone, is multiplied with the sums. Factors reach exp(80), which leaves gradients little room
+in float32: log decays of two rows of a block get `jumps` that bring large factors nearer to 1, and pairs across them the
+inverse. For other decays the place is the boundary between the halves of the blocks of 2, 4, .. 64 rows, where no factor is
+more than 1.
 """
 
 from __future__ import annotations
@@ -56,11 +58,21 @@ def store_no_partials(partial_A_log, partial_dt_bias, chunk, K):
 
 
 @gluon.jit
+def jumps(row):
+    """Log2 of the product of all jumps up to a row: at rows 8 and 24 of a block of 32, as factors of the first 8 rows reach
+    2^108, and of the last 8 2^115. Equal for 8 rows at a time."""
+    eighth = row // 8
+    return (eighth + 3) // 4 * 16 + (eighth + 1) // 4 * 28
+
+
+@gluon.jit
 def store_pairs_by_distance(near_s, far_s):
-    """From a matrix in `near_s` two left operands: pairs i > j of one block of 32 rows, and of the two blocks."""
+    """From a matrix in `near_s` two left operands: pairs i > j of one block of 32 rows, and of the two blocks, over the jumps
+    between j and i."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     i, j = row_column(C, C, copy_l)
-    x = near_s.load(copy_l)
+    # a power of two by its exponent's bits
+    x = near_s.load(copy_l) * ((jumps(j) - jumps(i) + 127) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
     near_s.store(gl.where((i // 32 == j // 32) & (i > j), x, 0.0).to(gl.bfloat16))
     far_s.store(gl.where((i >= 32) & (j < 32), x, 0.0).to(gl.bfloat16))
 
@@ -283,7 +295,9 @@ def intra_kernel(
     size_s.store(size)
 
     async_copy.wait_group(2)
-    store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
+    # as in `jumps`
+    jump = gl.where(row % 32 == 8, 16.0, gl.where(row % 32 == 24, 28.0, 0.0))[:, None] if SAFE else None
+    store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE, jump)
     async_copy.wait_group(1)
     norm_k = norm_factors(k_s.load(acc_l).to(gl.float32), L2NORM)
     norm_q = norm_factors(q_s.load(acc_l).to(gl.float32), L2NORM)

@@ -752,7 +752,7 @@ def prepare_kernel(
             ends = may_end_segment(start - begin, to_end, room, COSTS[4])
         else:
             ends = may_end_part(start - begin, to_end, parts)
-        # in one register, where a condition would take another
+        # a condition and a tile in one register: without the hidden 0 the compiler would keep both apart
         asked = gl.where(ends, tile, -1) + gl.minimum(tile, 0)
         gl.store(forgets + tile, 0)
 
@@ -781,6 +781,7 @@ def prepare_kernel(
     half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
     if forgets is not None:
+        # apart from `fits`, as only here `asked` is more than a constant
         upper, lower, right, asked = bounded_pairs(
             buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
         )

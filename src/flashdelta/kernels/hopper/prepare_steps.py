@@ -60,7 +60,7 @@ from ..shared.gluon.steps import ACC_HALF, FLAT, GRAM, PLAIN, SQUARE, STEP, STEP
 from ..shared.products import rounded_product
 from ..shared.scalars import SCALARS_AND_STRIDES
 from ..stages.launch import StageCall, launch_div8
-from .device.layouts import ACC, beside
+from .device.layouts import ACC, beside, row_column
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first, may_end_part
 from .launch import FLAGS, parts, tiles
 from .prepare import FORGOTTEN, grid, weighted
@@ -408,18 +408,19 @@ def weigh_keys(X, Aqk, keys, X_s, beta_s, place, row, zero):
 
 
 @gluon.jit
-def largest_of_rows(tile_s, factors_s):
-    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[2, 32]`; times
-    factors of each step's channels, unless that is None."""
+def largest_of_rows(tile_s, factors):
+    """The largest elements, in size, of the rows of `tile_s [KH * 64, 64]` in all halves of the channels, `[2, 32]`, times
+    factors of each step's channels, which lie as `decay` does."""
     KH: gl.constexpr = tile_s.shape[0] // 64
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1, 32], [1, 16, 2], [2, 2, 1], [2, 1, 0])
+    step, column = row_column(2, 64, gl.SliceLayout(1, ROWS))
     for h in gl.static_range(KH):
         half_s = reinterpret(tile_s, gl.bfloat16, [KH, 64, 64], TILE).index(h)
-        x = gl.abs(widen(half_s.reshape([2, 32, 64]).load(ROWS)))
-        if factors_s is not None:
-            factors_h = reinterpret(factors_s, gl.float32, [KH, 128], FLAT).index(h).reshape([2, 64])
-            x *= factors_h.load(gl.SliceLayout(1, ROWS))[:, None, :]
-        rows = gl.reduce(x, 2, larger)
+        x = (
+            widen(half_s.reshape([2, 32, 64]).load(ROWS))
+            * gl.load(factors + (step * KH * 128 + h * 64 + column))[:, None]
+        )
+        rows = gl.reduce(gl.abs(x), 2, larger)
         most = larger(most, rows) if h > 0 else rows  # noqa: F821 (the loop is unrolled)
     return most
 
@@ -427,19 +428,18 @@ def largest_of_rows(tile_s, factors_s):
 @gluon.jit
 def does_forget(decay, largest_kb_s, largest_w, K):
     """Says whether a bound on the norm of M, which maps the state before the chunk to the one after, is next to nothing.
-    For each step, with D = diag(exp(G_C - G_m)),
+    For each step, with a = exp(G_m) and D = exp(G_C - G_m) by channel,
 
-        |M| = |D (I - kb^T w) diag(exp(G_m))| <= max exp(G_m) (max D + sum_i |D kb_i| |w_i|)
+        |M| = |diag(D) (I - kb^T w) diag(a)| <= max D a + sum_i |D kb_i| |a w_i|
 
-    and norms of rows are at most `sqrt(K)` times their largest elements. Logarithms, as products would underflow."""
-    decays = gl.load(decay + gl.arange(0, 4 * K, layout=gl.BlockedLayout([K // 32], [32], [4], [0])))
-    most = gl.reduce(decays.reshape([2, 2, K]), 2, larger)
-    later = gl.arange(0, 2, layout=gl.SliceLayout(0, most.type.layout))[None, :] > 0
+    and norms of rows are at most `sqrt(K)` times their largest elements. Logarithms, as products would underflow; what did
+    is less than 2^-120."""
+    step, column = row_column(2, K, gl.BlockedLayout([1, K // 32], [1, 32], [2, 2], [1, 0]))
+    at_decay = decay + (step * 2 * K + column)
+    most = gl.reduce(gl.load(at_decay) * gl.load(at_decay + K), 1, larger)
     products = rounded_product(largest_w, largest_kb_s.reshape([2, 32]).load(largest_w.type.layout))
-    after = gl.sum(gl.where(later, most, 0.0), axis=1)
-    after += gl.convert_layout(K * gl.sum(products, axis=1), after.type.layout)
-    bound = log2(gl.sum(gl.where(later, 0.0, most), axis=1)) + log2(after)
-    return exp2(gl.sum(bound, axis=0)) * 1.01 <= FORGOTTEN
+    bound = most + gl.convert_layout(K * gl.sum(products, axis=1), most.type.layout) + 2.0**-120
+    return exp2(gl.sum(log2(bound), axis=0)) * 1.01 <= FORGOTTEN
 
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
@@ -487,6 +487,9 @@ def prepare_steps_kernel(
     start = start.to(gl.int32)
     to_end = count
     count = gl.minimum(count, 64).to(gl.int32)
+    if forgets is not None:
+        # here: behind the copies it costs a spill
+        ends = may_end_part(start - begin, to_end, parts)
     qk_head = head
     if group > 1:
         qk_head = head // group
@@ -512,18 +515,15 @@ def prepare_steps_kernel(
         bias_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     else:
         bias_s: gl.constexpr = None  # type: ignore[no-redef]
-    if forgets is not None:
-        after_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     rows, tokens = (q, k, g, beta), (q_token, k_token, g_token, beta_token)
     betas, g_s = start_copies(rows, tokens, count, keys, queries, right, SAFE)
 
-    # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
+    # whether somebody asks if the chunk forgets: the tile, or -1
     if forgets is None:
         asked: gl.constexpr = -1
     else:
-        # in one register, where a condition would take another
-        asked = gl.where(may_end_part(start - begin, to_end, parts), tile, -1) + gl.minimum(tile, 0)
+        asked = gl.where(ends, tile, -1)
 
     # nothing decays past the end
     unit_s.store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
@@ -581,9 +581,6 @@ def prepare_steps_kernel(
             row += at_part[None, None, :, None] * K
         at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
-        if forgets is not None:
-            # from the references on. Always: past a branch the compiler would round the first row's products and sums apart
-            after_s.reshape([2, 2, 1, 64]).store(exp2(rest))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
             exponents = before - middle[:, :, :, None, :], after
@@ -621,13 +618,13 @@ def prepare_steps_kernel(
     barrier()
     if asked >= 0:
         # here, and where the norms were, there are registers for them
-        norm_k_s.reshape([2, 32]).store(largest_of_rows(right, after_s))
+        norm_k_s.reshape([2, 32]).store(largest_of_rows(right, decay + K))
     place = weigh_keys(X, Aqk, keys, reinterpret(queries, gl.float32, [64, 32], STEP), beta_s, right, row, zero)
     for h in gl.static_range(KH):
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
     if asked >= 0:
-        gl.store(forgets + asked, does_forget(decay, norm_k_s, largest_of_rows(keys, None), K).to(gl.int32))
+        gl.store(forgets + asked, does_forget(decay, norm_k_s, largest_of_rows(keys, decay), K).to(gl.int32))
     tma.store_wait(0)
 
 

@@ -31,11 +31,14 @@ def mma3(a_high, a_low, b_high, b_low, acc, use_acc: gl.constexpr):
 
 
 @gluon.jit
-def store_decays(high_s, low_s, x, bias, rate, lower_bound, valid, GATE, SAFE):
-    """Log2 decays of rows with the gate's input `x`, as float16 `high_s + low_s`: exact to 22 bits. None past the end."""
+def store_decays(high_s, low_s, x, bias, rate, lower_bound, valid, GATE, SAFE, jump=None):
+    """Log2 decays of rows with the gate's input `x`, none past the end, plus `jump`, as float16 `high_s + low_s`: exact to 22
+    bits."""
     step = gate(x, bias, rate, GATE) * gl.where(valid, gate_unit(rate, lower_bound, GATE), 0.0)
     if not SAFE:
         step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
+    if jump is not None:
+        step += jump
     high = step.to(gl.float16)
     high_s.store(high)
     low_s.store((step - high.to(gl.float32)).to(gl.float16))
