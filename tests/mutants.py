@@ -26,11 +26,11 @@ LIMIT = 1200  # seconds for the tests of a row
 PIPELINE = "kernels/hopper/device/pipeline.py"
 
 MUTANTS = {
-    "gluon/test_afresh.py": [
+    "gluon/test_restart.py": [
         ("kernels/hopper/device/tile_scheduler.py", "((slot - 1) * self.HV + head)", "(slot * self.HV + head)"),
         ("kernels/hopper/prepare.py", "return bound * 1.01 <= FORGOTTEN", "return bound <= 1e30"),
         ("kernels/hopper/prepare_steps.py", "K * gl.sum(products, axis=1)", "0.0 * gl.sum(products, axis=1)"),
-        ("kernels/hopper/recurrence.py", "gl.where(i < tile.fresh, 0, done_count)", "done_count"),
+        ("kernels/hopper/recurrence.py", "gl.where(i < tile.restarts, 0, done_count)", "done_count"),
         ("kernels/hopper/launch.py", " and not problem.has_pool", ""),
     ],
     "gluon/test_backward.py::test_gradients_are_those_of_the_reference": [

@@ -199,7 +199,7 @@ def test_rows_of_a_batch_may_be_any_distance_apart():
 
 
 @pytest.mark.parametrize("T", [1024, 8192])
-def test_what_a_batch_must_not_decide_begins_nowhere_afresh(T: int):
+def test_what_a_batch_must_not_decide_restarts_nowhere(T: int):
     call = meta_call(replace(KIMI, H=4, HV=4, T=T, lengths=(T,)))
     for options in (
         {},

@@ -94,7 +94,7 @@ def ctas(slices: int, device: torch.device) -> int:
     return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
 
 
-def may_begin_afresh(problem: ChunkProblem) -> bool:
+def may_restart(problem: ChunkProblem) -> bool:
     """Says whether a work tile may begin where a chunk forgets: not in what the backward pass will compute again, nor in what
     must not depend on the batch, nor where states inside a sequence are asked for."""
     own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1 or problem.operation != "chunk"
@@ -108,7 +108,7 @@ def parts(problem: ChunkProblem, device: torch.device) -> int:
     final state before the first has read the initial one."""
     # no more than `TileScheduler` can tell
     at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), 32)
-    return max(at_once, 1) if may_begin_afresh(problem) and not problem.has_pool else 1
+    return max(at_once, 1) if may_restart(problem) and not problem.has_pool else 1
 
 
 def overlaps_prepare(call: portable.StageCall) -> bool:

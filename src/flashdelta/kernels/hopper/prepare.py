@@ -121,10 +121,10 @@ class Buffers:
         return reinterpret(self.small, gl.float32, [8, 256], FLAT)
 
     @gluon.jit
-    def store_keys(self, kg, x, h, block: gl.constexpr, asked):
+    def store_keys(self, kg, x, h, block: gl.constexpr, flag_tile):
         """`store_block` of a block's half of kg; at a border the largest elements of its sub-chunks, to `largest [2 KH, 4]`."""
         store_block(kg, x)
-        if asked >= 0:
+        if flag_tile >= 0:
             sizes = gl.abs(x).to(gl.int32, bitcast=True)
             self.largest.index(2 * h + block).store(gl.max(gl.max(sizes, axis=1), axis=1).to(gl.float32, bitcast=True))
 
@@ -364,7 +364,7 @@ def store_sums(buffers, rate, dtype: gl.constexpr, GATE):
 
 
 @gluon.jit
-def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM, asked):
+def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexpr, GATE, SAFE, L2NORM, flag_tile):
     """Stores `qg`, `kg` and `decay`, and leaves `k a` in the pairs. Accumulators `[64, 32]`: `upper`, of pair 0 by block 0's
     columns; `lower` and `right`, of pair 1 by block 0's and by block 1's.
 
@@ -394,9 +394,9 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         before1, middle1, whole1 = block_sums(total_s.index(2 * h + 1))
         decays = exp2(whole0 + whole1)
         gl.store(decay + h * 64 + position(column), decays)
-        if asked >= 0:
+        if flag_tile >= 0:
             # one channel that stays is enough
-            asked |= -gl.max((decays > FORGOTTEN).to(gl.int32), axis=0)
+            flag_tile |= -gl.max((decays > FORGOTTEN).to(gl.int32), axis=0)
         qg = tiles + (KH + h) * 4096
         kg = tiles + (2 * KH + h) * 4096
         norm_k0, norm_q0 = pair_factors(buffers.norm0)
@@ -414,7 +414,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         store_block(qg, qa * from_start[None, None, :])
         # in two factors: each fits in fp32, their product need not
         kb = kb * exp2(whole0 - middle0)[None, None, :]
-        buffers.store_keys(kg, kb * exp2(whole1)[None, None, :], h, 0, asked)
+        buffers.store_keys(kg, kb * exp2(whole1)[None, None, :], h, 0, flag_tile)
         moved = (kb * exp2(middle1)[None, None, :]).to(gl.bfloat16)
 
         d = c1 + (before1 - middle1[None, :])[:, None, :]
@@ -427,7 +427,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         from_start = exp2(whole0 + middle1)
         buffers.between.index(h).store(exp2(whole0 - middle0 + middle1))
         store_block(qg + 2048, qa * from_start[None, None, :])
-        buffers.store_keys(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :], h, 1, asked)
+        buffers.store_keys(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :], h, 1, flag_tile)
 
     fence_async_shared()
     upper = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
@@ -437,7 +437,7 @@ def bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype: gl.constexp
         lower = warpgroup_mma(pairs1.index(h), right1.index(h).permute((1, 0)), lower, use_acc=h > 0, is_async=True)
     upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
     lower, right = column_halves(lower, ACC_HALF)
-    return upper, lower, right, asked
+    return upper, lower, right, flag_tile
 
 
 @gluon.jit
@@ -746,14 +746,14 @@ def prepare_kernel(
 
     # whether somebody asks if the chunk forgets: the tile, or -1; found now that copies are on their way
     if forgets is None:
-        asked: gl.constexpr = -1
+        flag_tile: gl.constexpr = -1
     else:
         if first_segment is not None:
             ends = may_end_segment(start - begin, to_end, room, COSTS[4])
         else:
             ends = may_end_part(start - begin, to_end, parts)
         # a condition and a tile in one register: without the hidden 0 the compiler would keep both apart
-        asked = gl.where(ends, tile, -1) + gl.minimum(tile, 0)
+        flag_tile = gl.where(ends, tile, -1) + gl.minimum(tile, 0)
         gl.store(forgets + tile, 0)
 
     sub_chunk = gl.arange(0, 4, layout=gl.SliceLayout(1, TOTALS))
@@ -781,13 +781,13 @@ def prepare_kernel(
     half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))[:, None]
     half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
     if forgets is not None:
-        # apart from `fits`, as only here `asked` is more than a constant
-        upper, lower, right, asked = bounded_pairs(
-            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
+        # apart from `fits`, as only here `flag_tile` is more than a constant
+        upper, lower, right, flag_tile = bounded_pairs(
+            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, flag_tile
         )
     elif fits:
         upper, lower, right, _ = bounded_pairs(
-            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, asked
+            buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM, flag_tile
         )
     else:
         upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
@@ -813,8 +813,8 @@ def prepare_kernel(
     low = (weights - high.to(gl.float32)).to(gl.bfloat16)
     store_tile(tiles + 3 * KH * 4096, high, 0)
     w_left, w_right = store_w(tiles, high, low, buffers)
-    if asked >= 0:
-        gl.store(forgets + asked, does_forget(buffers, w_left, w_right).to(gl.int32))
+    if flag_tile >= 0:
+        gl.store(forgets + flag_tile, does_forget(buffers, w_left, w_right).to(gl.int32))
 
 
 def grid(problem: ChunkProblem) -> tuple[int, int]:

@@ -521,9 +521,9 @@ def prepare_steps_kernel(
 
     # whether somebody asks if the chunk forgets: the tile, or -1
     if forgets is None:
-        asked: gl.constexpr = -1
+        flag_tile: gl.constexpr = -1
     else:
-        asked = gl.where(ends, tile, -1)
+        flag_tile = gl.where(ends, tile, -1)
 
     # nothing decays past the end
     unit_s.store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
@@ -616,15 +616,15 @@ def prepare_steps_kernel(
     # the queries and the right operands have left
     tma.store_wait(0)
     barrier()
-    if asked >= 0:
+    if flag_tile >= 0:
         # here, and where the norms were, there are registers for them
         norm_k_s.reshape([2, 32]).store(largest_of_rows(right, decay + K))
     place = weigh_keys(X, Aqk, keys, reinterpret(queries, gl.float32, [64, 32], STEP), beta_s, right, row, zero)
     for h in gl.static_range(KH):
         store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
     store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
-    if asked >= 0:
-        gl.store(forgets + asked, does_forget(decay, norm_k_s, largest_of_rows(keys, decay), K).to(gl.int32))
+    if flag_tile >= 0:
+        gl.store(forgets + flag_tile, does_forget(decay, norm_k_s, largest_of_rows(keys, decay), K).to(gl.int32))
     tma.store_wait(0)
 
 

@@ -331,7 +331,7 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
         at = own * state_pitch + state_offsets(head * K * V, value + hidden, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
-            given = 1 - tile.fresh
+            given = 1 - tile.restarts
             in_start = key
             if checkpoint_every is not None or info is not None:
                 # plus a 0 as in `store_inside`, lest its addresses be kept over the loop over work tiles
@@ -453,8 +453,8 @@ def compute(ring, info, o_s, outputs, states, starting, scheduler, strides, K, V
                     done_token = start + i * C
                     done_count = (stop - done_token).to(gl.int32)
                     if scheduler.forgets is not None:
-                        # the chunk that a fresh work tile begins with is another's
-                        done_count = gl.where(i < tile.fresh, 0, done_count)
+                        # the chunk that a work tile restarts with is another's
+                        done_count = gl.where(i < tile.restarts, 0, done_count)
                 else:
                     end = done_token + done_count
                     store_checkpoints(

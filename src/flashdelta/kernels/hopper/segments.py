@@ -34,7 +34,7 @@ from .device.layouts import ACC, BV, LEFT, LINES, C, as_left, from_lines, load_h
 from .device.pipeline import make_ring
 from .device.tile_scheduler import TileScheduler
 from .device.wgmma import mma, mma_first
-from .launch import MOST_CTAS, TILE, ctas, may_begin_afresh, parts, stages, tiles
+from .launch import MOST_CTAS, TILE, ctas, may_restart, parts, stages, tiles
 from .recurrence import new_values, rows_of_step
 
 
@@ -190,7 +190,7 @@ def compute(ring, results, states, scheduler, border, K, V, V_FIRST, STEPS):
         read = gl.where((place == 0) & (slice_ * BV >= K), read, 0)
         one, wanted = 1.0, (chunks > 0).to(gl.int32)
         if scheduler.forgets is not None:
-            # zeros of what is not needed: `compose` goes through it if the sequence has a segment that does not begin afresh
+            # zeros of what is not needed: `compose` goes through it if the sequence has a segment that does not restart
             one, read, wanted = gl.where(chunks > 0, 1.0, 0.0), gl.where(chunks > 0, read, 0), 1
         from_value = column + hidden_zero(iteration) - K
         in_states = own * state_pitch + state_offsets(tile.head * (K * V), from_value, key, K, V, V_FIRST)
@@ -295,7 +295,7 @@ def split_layout(problem: ChunkProblem, device: torch.device, steps: bool = Fals
     """Layout of what the stages of a split leave for each other, if sequences may be split. `forgets [chunks, HV]`: 1 for
     chunks that forget all before them, if work tiles may begin there."""
     found = {} if steps else segment_layout(problem, segments_of_call(problem, room(problem, device), SPLIT_COSTS))
-    if may_begin_afresh(problem) and (found or parts(problem, device) > 1):
+    if may_restart(problem) and (found or parts(problem, device) > 1):
         return {**found, "forgets": ((problem.B * problem.slots * problem.HV,), torch.int32)}
     return found
 

@@ -51,7 +51,7 @@ def compose_kernel(
         chunk_slot, _ = sequence_chunk_slots(cu_seqlens, None, 0, n, begin, chunk_slots, C)
         part = tl.arange(0, MOST_SEGMENTS) + 1
         border, _ = segment_chunks(part, last - first + 1, tl.cdiv(end - begin, C))
-        afresh = tl.load(forgets + (chunk_slot + border - 1) * HV + head, mask=part <= last - first, other=1)
+        restarts = tl.load(forgets + (chunk_slot + border - 1) * HV + head, mask=part <= last - first, other=1)
     own, read, _ = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
     )
@@ -70,8 +70,8 @@ def compose_kernel(
         state = tl.load(offsets + here * V + in_state)
         here += STEP * HV * K
         if forgets is not None:
-            # here: the flags come while states do. If all segments after the first begin afresh, no more is needed
-            last = tl.where(tl.min(afresh) != 0, first + 1, last)
+            # here: the flags come while states do. If all segments after the first restart, no more is needed
+            last = tl.where(tl.min(restarts) != 0, first + 1, last)
         in_transition = head * K * K + key[:, None] * ROW + key[None, :] * COLUMN
         for _ in tl.range(first + 1, last, num_stages=STAGES):
             tl.store(starts + here * V + in_state, state)

@@ -36,7 +36,7 @@ class WorkTile:
     """Chunks `[first, stop)` of a sequence and value head; `stop` is 0 at the sequence's end. `begin`, `end`: tokens, of the
     work tile, but with checkpoints of the whole sequence, each of whose spans has a grid of chunks of its own; `slot`: the
     chunk slot at `begin`; `num_spans`: checkpoint spans of the sequence. `is_segment`: it is a segment of a split sequence;
-    `segment`: the segment's number times value heads plus the head. `fresh`: 1 if it begins from zeros with the chunk before
+    `segment`: the segment's number times value heads plus the head. `restarts`: 1 if it begins from zeros with the chunk before
     `first`, which forgets, else 0. `carry_in`: by stream-K the state before it comes from the CTA before; `carry_out`: that
     after it goes to the next."""
 
@@ -51,7 +51,7 @@ class WorkTile:
     stop: base_value
     is_segment: base_value
     segment: base_value
-    fresh: base_value
+    restarts: base_value
     carry_in: base_value
     carry_out: base_value
 
@@ -107,19 +107,21 @@ class TileScheduler:
     def tile(self, k, segments):
         """The CTA's work tile number `k`."""
         if self.first_segment is None:
-            head, n, batch, begin, end, slot, num_spans, first, stop, fresh = self._of_sequence(k)
+            head, n, batch, begin, end, slot, num_spans, first, stop, restarts = self._of_sequence(k)
             segment: gl.constexpr = 0
         else:
             if segments > self.N:
-                head, n, batch, begin, end, slot, num_spans, first, stop, segment, _, fresh, _ = self._of_segment(k, 0)
+                head, n, batch, begin, end, slot, num_spans, first, stop, segment, _, restarts, _ = self._of_segment(
+                    k, 0
+                )
             else:
-                head, n, batch, begin, end, slot, num_spans, first, stop, fresh = self._of_sequence(k)
+                head, n, batch, begin, end, slot, num_spans, first, stop, restarts = self._of_sequence(k)
                 segment = n * 0
                 # tensors, if they are constants: both branches must have the same types
                 first += k * 0
                 stop += k * 0
                 if self.forgets is not None:
-                    fresh += k * 0
+                    restarts += k * 0
         if self.first_segment is None:
             is_segment: gl.constexpr = False
         else:
@@ -137,7 +139,7 @@ class TileScheduler:
         begin, end, slot = begin.to(gl.int32), end.to(gl.int32), slot.to(gl.int32)
         return WorkTile(
             *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
-            *(is_segment, segment, fresh, carry_in, carry_out),
+            *(is_segment, segment, restarts, carry_in, carry_out),
         )
 
     @gluon.jit
@@ -189,18 +191,18 @@ class TileScheduler:
     @gluon.jit
     def transition(self, k, K):
         """The segment of the CTA's transition number `k`, its place in the sequence, and how many of its chunks count: M of a
-        sequence's first segment is not needed, as the state before it is known. Nor is that of a segment that begins afresh,
+        sequence's first segment is not needed, as the state before it is known. Nor is that of a segment that restarts,
         nor anything of one before such a segment."""
-        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows = self._of_segment(
+        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, restarts, follows = self._of_segment(
             k, 1
         )
         in_M = gl.program_id(0) % self.SLICES * BV < K
-        chunks = gl.where(((place == 0) | (fresh != 0)) & in_M, 0, stop - first + fresh)
+        chunks = gl.where(((place == 0) | (restarts != 0)) & in_M, 0, stop - first + restarts)
         if self.forgets is not None:
             chunks = gl.where(follows != 0, 0, chunks)
         tile = WorkTile(
             *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
-            *(True, segment, fresh, False, False),
+            *(True, segment, restarts, False, False),
         )
         return tile, place, chunks
 
@@ -250,19 +252,19 @@ class TileScheduler:
     @gluon.jit
     def _part(self, place, chunks, slot, head):
         """Chunks `[first, stop)` of part `place` of a sequence that begins in chunk slot `slot`, with the parts after it that
-        do not begin afresh, none if it does not itself; `stop` is 0 at the sequence's end. Each warp asks for all parts."""
+        do not restart, none if it does not itself; `stop` is 0 at the sequence's end. Each warp asks for all parts."""
         length = part_length(chunks, self.parts)
         part = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        afresh = self._forgets(slot + part * length, head, (part > 0) & (part * length < chunks))
-        fresh = gl.max(gl.where(part == place, afresh, 0), axis=0)
-        until = gl.min(gl.where((part > place) & (afresh != 0), part, 32), axis=0)
+        forgotten = self._forgets(slot + part * length, head, (part > 0) & (part * length < chunks))
+        restarts = gl.max(gl.where(part == place, forgotten, 0), axis=0)
+        until = gl.min(gl.where((part > place) & (forgotten != 0), part, 32), axis=0)
         first = place * length
         stop = gl.where(until < 32, until * length, 0)
-        return first, gl.where((place == 0) | (fresh != 0), stop, first), fresh
+        return first, gl.where((place == 0) | (restarts != 0), stop, first), restarts
 
     @gluon.jit
     def _of_sequence(self, k):
-        fresh: gl.constexpr = 0
+        restarts: gl.constexpr = 0
         PARTS: gl.constexpr = self.forgets is not None and self.first_segment is None
         if self.tile_range is None:
             tile = persistent_tile(k, self.SLICES)
@@ -279,13 +281,13 @@ class TileScheduler:
             self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C
         )
         if PARTS:
-            first, stop, fresh = self._part(place, ((end - begin + C - 1) // C).to(gl.int32), slot, head)
+            first, stop, restarts = self._part(place, ((end - begin + C - 1) // C).to(gl.int32), slot, head)
         if PARTS or (self.tile_range is not None and self.checkpoint_offsets is None):
             if stop > 0:
                 end = begin + stop * C
-            begin += (first - fresh) * C
-            slot += first - fresh
-        return head, n, batch, begin, end, slot, spans, first, stop, fresh
+            begin += (first - restarts) * C
+            slot += first - restarts
+        return head, n, batch, begin, end, slot, spans, first, stop, restarts
 
     @gluon.jit
     def _of_segment(self, k, skipped):
@@ -297,19 +299,19 @@ class TileScheduler:
         )
         last = place + 1 == places
         head = (tile % self.HV).to(gl.int64)
-        fresh: gl.constexpr = 0
+        restarts: gl.constexpr = 0
         follows: gl.constexpr = 0
         if self.forgets is not None:
-            fresh = self._forgets(slot + first, head, place > 0)
+            restarts = self._forgets(slot + first, head, place > 0)
             # of the segment after it: neither load waits for the other
             follows = self._forgets(slot + stop, head, ~last)
         if self.checkpoint_offsets is None:
             end = gl.where(last, end, begin + stop * C)
-            begin += (first - fresh) * C
-            slot += first - fresh
+            begin += (first - restarts) * C
+            slot += first - restarts
         stop = gl.where(last, 0, stop)
         segment = tile + n * (skipped * self.HV)
-        return head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, fresh, follows
+        return head, n, batch, begin, end, slot, num_spans, first, stop, segment, place, restarts, follows
 
 
 @gluon.jit

@@ -42,11 +42,11 @@ def in_segments(call: dict) -> tuple[torch.Tensor, ...]:
     return poisoned(call)
 
 
-def none_afresh(call: dict) -> tuple[torch.Tensor, ...]:
+def without_restarts(call: dict) -> tuple[torch.Tensor, ...]:
     try:
         with contextlib.ExitStack() as stack:
             for module in (launch, segments):
-                stack.enter_context(mock.patch.object(module, "may_begin_afresh", lambda problem: False))
+                stack.enter_context(mock.patch.object(module, "may_restart", lambda problem: False))
             CACHE.clear()
             return tuple(x.clone() for x in poisoned(call))
     finally:
@@ -55,10 +55,10 @@ def none_afresh(call: dict) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 @pytest.mark.parametrize("memory", ["slow", "long", "new", "random"])
-def test_as_if_none_began_afresh(case: Case, memory: str):
+def test_as_without_restarts(case: Case, memory: str):
     """To the bit where a channel stays, as nothing is tried there."""
     call = hopper_call(case, memory)
-    want = none_afresh(call)
+    want = without_restarts(call)
     found = in_segments(call)
     hold(call, found, chunked_truth(call))
     if memory in ("slow", "long"):
