@@ -328,7 +328,8 @@ def test_another_length_is_checked_as_any_call(name: str, pretended: Started, mo
         given["cu_seqlens"] = None if given["cu_seqlens"] is None else given["cu_seqlens"].clamp(max=T)
         tensors, options = (tuple(map(given.get, names)) for names in (dispatcher.tensors, dispatcher.options))
         key = LaunchCache().find("chunk", tensors, options)[1]
-        (problem, t), want = dispatcher.lengths.check(given, key[:3], False), dispatcher.operation.check(given)
+        kind = *key[:3], *map(type, key[1])
+        (problem, t), want = dispatcher.lengths.check(given, kind, False), dispatcher.operation.check(given)
         assert problem == want[0] and problem.T == T and t.present().keys() == want[1].present().keys()
         for role, x in t.present().items():
             other = getattr(want[1], role)
