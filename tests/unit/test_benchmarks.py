@@ -128,7 +128,7 @@ def test_the_serving_programs_tables():
         print(times.table(times.summary(samples)))"""
     folder = Path(__file__).parents[2] / "benchmarks" / "serve"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
-    assert "| k3 | step of 1, ms | 4 | 2 | 2.00 (2.00-2.00) |" in done.stdout, done.stderr
+    assert "| k3 | step of 1, ms | 4.00 | 2.00 | 2.00 (2.00-2.00) |" in done.stdout, done.stderr
 
 
 def test_a_bundle_packs_its_files_the_same_each_time(tmp_path: Path) -> None:
