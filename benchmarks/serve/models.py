@@ -136,7 +136,7 @@ def engine(scenario: Scenario, mode: str, sizes: Sizes, folder: str):
     given = dict(model=folder, skip_tokenizer_init=True, load_format="by_name", dtype="bfloat16", seed=0)
     given |= dict(max_model_len=sizes.longest, max_num_seqs=128, max_num_batched_tokens=512 if "base" in mode else 8192)
     given |= dict(enable_prefix_caching=True, enable_chunked_prefill=True, disable_log_stats=False)
-    given |= dict(gpu_memory_utilization=0.1 if sizes.cache_gib else 0.9)
+    given |= dict(gpu_memory_utilization=0.1 if sizes.cache_gib else 0.9, jit_monitor_verbose=True)
     given["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
     if sizes.cache_gib:
         given["kv_cache_memory_bytes"] = int(sizes.cache_gib * 2**30)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 
-COMPILED = re.compile(r"JIT compilation during inference: (\w+)")
+COMPILED = re.compile(r"JIT compilation during inference: (.*?)\. This causes")
 """Pattern of what vLLM's monitor says of a kernel that is compiled while it serves."""
 
 
