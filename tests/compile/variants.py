@@ -485,7 +485,8 @@ def fingerprint(launch: Launch, arch: int) -> str:
     """Hashes all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that
     the kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
     options = sorted(launch.options().items())
-    determined = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, arch)}"
+    lowered = 90 if ".hopper." in launch.kernel.fn.__module__ else ARCHITECTURES[0]  # Gluon's IR names the GPU
+    determined = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, lowered)}"
     return hashlib.sha256(determined.encode()).hexdigest()[:16]
 
 

@@ -119,7 +119,7 @@ def test_adapters_only_take_views(monkeypatch: pytest.MonkeyPatch):
     def op(**call: Any) -> tuple:
         return (call["v"] if "v" in call else call["g"],)
 
-    monkeypatch.setattr(_vllm, "runs", lambda op, call: True)
+    monkeypatch.setattr(_vllm, "supports", lambda op, **call: SimpleNamespace(ok=True))
     for module in (_vllm, _sglang):
         monkeypatch.setattr(module, "chunk_kda", op)
         monkeypatch.setattr(module, "recurrent_kda", op)
@@ -504,7 +504,7 @@ def test_fused_steps_are_warmed(by_channel: bool, monkeypatch: pytest.MonkeyPatc
     for name, value in {"fused_kda_decode": op, "_warmed": set(), "_fused": set(), "built": lambda *x: None}.items():
         monkeypatch.setattr(_vllm, name, value)
     monkeypatch.setattr(_vllm, "accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(_vllm, "runs", lambda op, call: True)
+    monkeypatch.setattr(_vllm, "supports", lambda op, **call: SimpleNamespace(ok=True))
     step, sizes = K3Step(small(), 2, by_channel), ((192, 5) if by_channel else (5, 192), (2, 32, 32))
     layer = SimpleNamespace(
         **{"local_num_heads": 2, "head_dim": 32, "conv_size": 4, "num_spec": 2, "gate_lower_bound": -5.0},
