@@ -442,7 +442,9 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict]]:
 LIMITS = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=200, max_num_seqs=3))
 
 
-def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.MonkeyPatch):
+def test_layers_are_warmed_once_each_kind(
+    warmed: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     base = {"head_dim": 128, "model_config": SimpleNamespace(dtype=BF16), "get_state_dtype": lambda: (BF16, FP32)}
@@ -455,7 +457,9 @@ def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.Monk
     built = {_vllm.built: (kimi, k3), _vllm.built_glm: (glm, triton), _vllm.built_ling: (ling,)}
     for each, layers in built.items():
         for layer in (*layers, *layers):
-            each(lambda **call: None, {"self": layer, "vllm_config": LIMITS})
+            with torch.device("meta"):  # as vLLM makes the engine's device the default one
+                each(lambda **call: None, {"self": layer, "vllm_config": LIMITS})
+    assert not caplog.records  # of what is not compiled ahead
     assert [name for name, _ in warmed] == ["chunk_kda", "recurrent_kda"] * 5
     assert_largest_prefills_run_once(monkeypatch)
     prefills, steps = ([options for _, options in warmed[i::2]] for i in (0, 1))
@@ -542,9 +546,10 @@ def test_sglangs_backend_warms_the_gates_of_its_model(warmed: list):
     assert all(options["speculative"] for name, options in warmed if name == "recurrent_kda")
 
 
-def test_what_ours_refuse_is_not_warmed(monkeypatch: pytest.MonkeyPatch):
+def test_what_ours_refuse_is_not_warmed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """And the engine starts."""
     engine_module.warm_up(chunk_kda, head_dims=[(48, 48)], device="cpu")
+    assert "calls of chunk_kda are not all compiled ahead: " in caplog.text
     with pytest.raises(TypeError):
         engine_module.warm_up(chunk_kda, strange=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,6 +1,6 @@
 """Integrations of frameworks: one switch per process, and calls that a kernel runs or nobody."""
 
-import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -158,9 +158,12 @@ def take(op: Callable[..., Any], call: Arguments) -> Any:
 
 
 def warm_up(op: Callable[..., Any], **options: Any) -> None:
-    """Calls `warmup`, but for calls that ours refuse, which stay the engine's. Engines build layers with gradients enabled."""
-    with torch.inference_mode(), contextlib.suppress(ValueError):
-        warmup(op, **options)
+    """Calls `warmup`. What ours refuse stays the engine's, which the log says. Engines build layers with gradients enabled."""
+    with torch.inference_mode():
+        try:
+            warmup(op, **options)
+        except ValueError as error:
+            logging.getLogger("flashdelta").warning("calls of %s are not all compiled ahead: %s", op.__name__, error)
 
 
 _rows: dict[torch.device, list[Tensor]] = {}

@@ -89,12 +89,12 @@ def _check_decays(problem: AttentionProblem, found: Found, lengths: list[int], n
     """Checks tokens of sequences that are not null. A NaN passes: it stays in its sequence."""
     if problem.gate not in ("none", "logsigmoid"):
         return
-    live = torch.ones(problem.N, dtype=torch.bool)
+    live = torch.ones(problem.N, dtype=torch.bool, device="cpu")
     starts = found.get("source_indices", found.get("state_indices"))
     if isinstance(problem, StepProblem) and problem.operation != "recurrent" and starts is not None:
         live = (starts.reshape(problem.N, -1)[:, 0] >= problem.lowest_index).cpu()
     g = found["g"].flatten(0, 1)[: sum(lengths)]
-    g = g[live.repeat_interleave(torch.tensor(lengths)).to(g.device)].float()
+    g = g[live.repeat_interleave(torch.tensor(lengths, device="cpu")).to(g.device)].float()
     decays = F.logsigmoid(g) if problem.gate == "logsigmoid" else g
     if bool((decays > 0).any()):
         wanted = "of log decays at most 0 (a gate makes them of other inputs; see gate)"

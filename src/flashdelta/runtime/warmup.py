@@ -220,7 +220,8 @@ class Calls:
             if self.kind == "chunk":
                 yield call | {"batch_invariant": True}
                 if packed and LENGTHS[0] == T:
-                    yield call | {"cu_seqlens_cpu": T * torch.arange(N + 1, dtype=self.dtypes["cu_seqlens_dtype"])}
+                    ends = torch.arange(N + 1, dtype=self.dtypes["cu_seqlens_dtype"], device="cpu")
+                    yield call | {"cu_seqlens_cpu": T * ends}
 
     def sizes(self, packed: bool, drafts: str) -> Iterable[tuple[int, int, int]]:
         """Sequences, tokens of each, heads."""
