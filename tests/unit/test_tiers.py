@@ -4,6 +4,7 @@ mutants`, which fit the code as it is."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from ..gpu import conftest as tier
 from ..mutants import MUTANTS, ROOT
 
 CASES = 12
+
+TEXT = {"capture_output": True, "text": True}
 
 
 def run(*arguments: str) -> int:
@@ -96,3 +99,27 @@ def test_every_file_of_kernels_is_broken():
     assert {file.relative_to(SOURCE).as_posix() for file in kernels} <= {
         row[0] for found in MUTANTS.values() for row in found
     }
+
+
+# ---- make test ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_passed_on_this_very_tree_is_left_out(tmp_path: Path):
+    file = tmp_path / "test_it.py"
+    file.write_text("def test_a(): pass\ndef test_b(): assert False\n")
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("__pycache__\n.pytest_cache\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+    def outcome() -> tuple[int, str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.unchanged", "test_it.py"]
+        found = subprocess.run(command, cwd=tmp_path, env=env, **TEXT)
+        return found.returncode, found.stdout.splitlines()[-1].rpartition(" in ")[0]
+
+    assert outcome() == (1, "1 failed, 1 passed")
+    assert outcome() == (1, "1 failed, 1 deselected")
+    file.write_text("def test_a(): pass\ndef test_b(): pass\n")
+    assert outcome() == (0, "2 passed")
+    assert outcome() == (0, "2 deselected")
