@@ -85,7 +85,7 @@ def test_refused_layouts(row: Row):
                 row.op(**call | {name: lay(call[name], layout), "backend": "reference"})
 
 
-STALE = ROWS if FULL else ROWS[::3]
+STALE = ROWS if FULL else ROWS[2::8]
 """Rows on which the checks must find a tensor that a replay did not read anew."""
 
 
@@ -132,7 +132,7 @@ def test_one_tensor_for_two_inputs(recorded: bool, replays: Replays):
 )
 def test_losses(loss: str, backend: str, replays: Replays):
     check_loss(loss, backend)
-    assert len(replays.repeated) == 2 * len(replays.anew) > 0
+    assert len(replays.repeated) == (1 + FULL) * len(replays.anew) > 0
 
 
 @pytest.mark.parametrize("wrap", [checks.recomputed, checks.packed_and_unpacked, checks.compiled])

@@ -111,8 +111,8 @@ class Value:
         if self.dtype.is_ptr() or dtype.is_ptr():
             return Value(self.data, dtype, self.layout, self.sources)
         if bitcast:
-            cells = np.ascontiguousarray(to_memory(self.data, self.dtype)).reshape(np.shape(self.data))
-            return Value(from_memory(cells.view(STORED[dtype]), dtype)[()], dtype, self.layout)
+            cells = np.asarray(to_memory(self.data, self.dtype)).view(STORED[dtype])
+            return Value(from_memory(cells, dtype)[()], dtype, self.layout)
         return Value(converted(self.data, self.dtype, dtype), dtype, self.layout)
 
     cast = to
