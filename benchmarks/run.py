@@ -302,7 +302,8 @@ def main(program: Program, arguments: Sequence[str] | None = None) -> int:
     try:
         rows = select(program.rows, asked.rows)
         if asked.list:
-            print("\n".join(f"{x.name}{'' if x.usual else ' (if asked for)'}: {x.why}" for x in program.rows))
+            shown = rows if asked.rows else program.rows
+            print("\n".join(f"{x.name}{'' if x.usual else ' (if asked for)'}: {x.why}" for x in shown))
             return 0
         if not torch.cuda.is_available():
             raise ValueError("no NVIDIA GPU; rows are full-size calls")

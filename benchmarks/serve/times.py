@@ -171,7 +171,7 @@ def table(rows: list[dict]) -> str:
     lines = ["| model | what | off | on | gain |", "| --- | --- | ---: | ---: | ---: |"]
     for row in sorted(rows, key=lambda row: row["scenario"]):
         for mode in ("on", "fused"):
-            if "off" in row and mode in row and not row["row"].endswith(("each length new", "calls in a step of 32")):
+            if "off" in row and mode in row and not row["row"].endswith("calls in a step of 32"):
                 name, x = row["scenario"] + (", fused" if mode == "fused" else ""), row[mode]
                 gain = f"{x['gain']:.2f} ({x['least']:.2f}-{x['most']:.2f})" if "gain" in x else ""
                 what = row["row"] + ("" if row["row"].startswith(("tokens", "count")) else ", ms")

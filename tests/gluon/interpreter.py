@@ -97,11 +97,9 @@ def _assigned(node: ast.expr) -> ast.expr:
 
 
 def assigned(x: Any) -> Any:
-    if isinstance(x, (bool, int, float)):
-        return scalar(x)
     if isinstance(x, tuple):
         return tuple(map(assigned, x))
-    return x
+    return scalar(x) if isinstance(x, (bool, int, float)) else x
 
 
 class Function:

@@ -23,9 +23,12 @@ from .values import NUMPY, Fault, Value, check_ranks, meet, result, round_bf16, 
 # ---- elementwise ---------------------------------------------------------------------------------------------------
 
 
+TINY = np.finfo(np.float32).tiny
+
+
 def flushed(x: np.ndarray) -> np.ndarray:
     """Without the numbers too small for full precision."""
-    return np.where(np.abs(x) < np.finfo(np.float32).tiny, x * np.float32(0.0), x)
+    return x * (np.abs(x) >= TINY)
 
 
 def of_float(function: Callable) -> Callable:
@@ -529,14 +532,14 @@ class Module:
     """A module of the language: what is interpreted, and of the real one what is no function for kernels."""
 
     def __init__(self, real: ModuleType, functions: dict[str, Any]):
-        self.real, self.functions = real, functions
+        self.real = real
+        vars(self).update(functions)
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.functions:
-            return self.functions[name]
         found = getattr(self.real, name)
         if getattr(found, "__triton_builtin__", False) or hasattr(found, "fn"):
             raise Fault(f"{self.real.__name__}.{name} is not interpreted yet")
+        setattr(self, name, found)
         return found
 
 

@@ -145,7 +145,9 @@ class Strand(threading.Thread):
     def __init__(self, partition: Partition, body: Callable[[], None], pool: Pool):
         super().__init__(daemon=True)
         self.partition, self.body, self.pool = partition, body, pool
-        self.go, self.back = threading.Semaphore(0), threading.Semaphore(0)
+        self.go, self.back = threading.Lock(), threading.Lock()
+        self.go.acquire()
+        self.back.acquire()
         self.condition: Callable[[], bool] | None = None
         self.reason: Callable[[], str] = str
         self.stopped = self.done = False

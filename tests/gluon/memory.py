@@ -31,6 +31,7 @@ class Memory:
         self.cells = self.cells.view(STORED[self.dtype])
         self.begin = self.cells.ctypes.data
         self.end = self.begin + self.cells.nbytes
+        self.shift = self.size.bit_length() - 1
 
     @property
     def size(self) -> int:
@@ -47,18 +48,19 @@ def lanes(p: Value, mask: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """Addresses, and which are used if not all are."""
     if mask is None:
         return p.data, None
-    at, used = np.broadcast_arrays(p.data, value(mask).data)
+    at, used = p.data, value(mask).data
+    if at.shape != used.shape:
+        at, used = np.broadcast_arrays(at, used)
     return at, None if used.all() else used
 
 
 def cells_of(p: Value, at: np.ndarray, used: np.ndarray | None, access: str) -> tuple[Memory, np.ndarray]:
     """The tensor that all used lanes lead to, and their elements in it; the others' are 0."""
     for memory in p.sources:
-        inside = (at >= memory.begin) & (at < memory.end)
-        if inside.all() if used is None else inside[used].all():
-            element = (at - memory.begin) // memory.size
-            if used is not None:
-                element = np.where(used, element, 0)
+        element = (at - memory.begin) >> memory.shift
+        if used is not None:
+            element = np.where(used, element, 0)
+        if not element.size or 0 <= element.min() <= element.max() < len(memory.cells):
             if p.dtype.element_ty is not memory.dtype:
                 raise Fault(f"{access} of {p.dtype.element_ty} in {memory}")
             return memory, element
@@ -101,10 +103,8 @@ def gather_from_several(p: Value, at: np.ndarray, used: np.ndarray | None, unuse
 def load(p: Value, mask: Any = None, other: Any = None) -> Value:
     at, used = lanes(p, mask)
     dtype = p.dtype.element_ty
-    found = from_memory(gather(p, at, used, UNDEFINED[STORED[dtype]]), dtype)
-    if used is not None and other is not None:
-        found = np.where(used, found, value(other).to(dtype).data)
-    return Value(found[()], dtype)
+    unused = UNDEFINED[STORED[dtype]] if other is None else to_memory(value(other).to(dtype).data, dtype)
+    return Value(from_memory(gather(p, at, used, unused), dtype)[()], dtype)
 
 
 def store(p: Value, x: Any, mask: Any = None) -> None:

@@ -76,7 +76,7 @@ class Value:
 
     @property
     def shape(self) -> list[int]:
-        return list(np.shape(self.data))
+        return list(self.data.shape)
 
     @property
     def numel(self) -> int:
@@ -93,12 +93,12 @@ class Value:
         return Value(data, self.dtype, layout, self.sources)
 
     def __bool__(self) -> bool:
-        if np.ndim(self.data):
+        if self.data.ndim:
             raise Fault(f"a branch on a tensor of shape {self.shape}")
         return bool(self.data)
 
     def __index__(self) -> int:
-        if np.ndim(self.data) or not self.dtype.is_int():
+        if self.data.ndim or not self.dtype.is_int():
             raise Fault(f"a tensor {self.dtype} {self.shape} where an integer is wanted")
         return int(self.data)
 
@@ -111,8 +111,8 @@ class Value:
         if self.dtype.is_ptr() or dtype.is_ptr():
             return Value(self.data, dtype, self.layout, self.sources)
         if bitcast:
-            cells = np.ascontiguousarray(to_memory(self.data, self.dtype)).reshape(np.shape(self.data))
-            return Value(from_memory(cells.view(STORED[dtype]), dtype)[()], dtype, self.layout)
+            cells = np.asarray(to_memory(self.data, self.dtype)).view(STORED[dtype])
+            return Value(from_memory(cells, dtype)[()], dtype, self.layout)
         return Value(converted(self.data, self.dtype, dtype), dtype, self.layout)
 
     cast = to
@@ -168,21 +168,20 @@ def scalar(x: bool | int | float) -> Value:
     """A number of Python's, as Triton types it."""
     if isinstance(x, (bool, np.bool_)):
         return Value(np.bool_(x), tl.int1)
-    if isinstance(x, int):
-        if -(2**31) <= x < 2**31:
-            return Value(np.int32(x), tl.int32)
-        return Value(np.int64(x), tl.int64) if x < 2**63 else Value(np.uint64(x), tl.uint64)
-    return Value(np.float32(x), tl.float32)
+    return whole(x) if isinstance(x, int) else Value(np.float32(x), tl.float32)
 
 
-def is_number(x: object) -> bool:
-    return isinstance(x, (bool, int, float))
+@functools.cache
+def whole(x: int) -> Value:
+    if -(2**31) <= x < 2**31:
+        return Value(np.int32(x), tl.int32)
+    return Value(np.int64(x), tl.int64) if x < 2**63 else Value(np.uint64(x), tl.uint64)
 
 
 def value(x: Any) -> Value:
     if isinstance(x, Value):
         return x
-    if is_number(x):
+    if isinstance(x, (bool, int, float)):
         return scalar(x)
     raise Fault(f"{type(x).__name__} where a tensor is wanted: {x!r}")
 
@@ -194,21 +193,20 @@ promoted = functools.cache(TritonSemantic(None).computation_type_impl)
 def meet(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, tl.dtype, Any]:
     """Two operands as arrays of one type, and a layout."""
     x, y = value(a), value(b)
-    dtype = x.dtype
+    p, q, dtype = x.data, y.data, x.dtype
     if dtype is not y.dtype or division:
-        dtype = promoted(dtype, is_number(a), y.dtype, is_number(b), division)
-    p, q = x.data, y.data
-    if x.dtype is not dtype:
-        p = converted(p, x.dtype, dtype)
-    if y.dtype is not dtype:
-        q = converted(q, y.dtype, dtype)
+        dtype = promoted(dtype, x is not a, y.dtype, y is not b, division)
+        if x.dtype is not dtype:
+            p = converted(p, x.dtype, dtype)
+        if y.dtype is not dtype:
+            q = converted(q, y.dtype, dtype)
     check_ranks(p, q)
-    return p, q, dtype, x.layout if np.ndim(p) else y.layout
+    return p, q, dtype, x.layout if p.ndim else y.layout
 
 
 def check_ranks(p: Any, q: Any) -> None:
-    if np.ndim(p) and np.ndim(q) and np.ndim(p) != np.ndim(q):
-        raise Fault(f"shapes {np.shape(p)} and {np.shape(q)} have different ranks")
+    if 0 != p.ndim != q.ndim != 0:
+        raise Fault(f"shapes {p.shape} and {q.shape} have different ranks")
 
 
 def result(data: Any, dtype: tl.dtype, layout: Any) -> Value:
@@ -219,7 +217,7 @@ def arithmetic(function: Callable, of_pointers: bool = False) -> tuple[Callable,
     def forward(a: Any, b: Any) -> Value:
         if of_pointers:
             for p, offset in ((a, b), (b, a)):
-                if isinstance(p, Value) and p.dtype.is_ptr():
+                if isinstance(p, Value) and p.sources and p.dtype.is_ptr():
                     return moved(p, offset, function)
         p, q, dtype, layout = meet(a, b)
         if dtype is tl.int1:  # of two truth values: 32 bits hold the sum

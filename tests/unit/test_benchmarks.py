@@ -23,6 +23,7 @@ from benchmarks import run, tables, workloads
 from benchmarks.run import Row, Setup
 from benchmarks.workloads import decode_row, layer_call_row, layer_step_row, model, served, spread_row, verify_row
 
+from ..full import FULL
 from ..support.timers import FakeTimer
 
 PROGRAMS = ("prefill", "decode", "train", "layer", "ranks")
@@ -57,7 +58,7 @@ ROWS = {
         small(layer_call_row("train", "", "train"), T=70),
         *(small(layer_call_row(part, "", part), T=20) for part in ("convolution", "norm")),
     ],
-    "ranks": [small(spread_row(2, 2, 1, trains), T=70) for trains in (False, True)],
+    "ranks": [small(spread_row(2, 2, 1, trains), T=70) for trains in ((False, True) if FULL else (True,))],
 }
 
 

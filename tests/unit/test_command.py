@@ -20,10 +20,11 @@ def command(*arguments: str, before: str = "", **environment: str) -> subprocess
     return subprocess.run(process, capture_output=True, text=True, env={**os.environ, **environment})
 
 
+CLI = "typer rich safetensors numpy"
 WITHOUT = {
-    "typer": ("doctor --device cpu", "'flashdelta[cli]'"),
-    "rich": ("doctor --device cpu", "'flashdelta[cli]'"),
-    "safetensors": ("demo --device cpu --tokens 1", "'flashdelta[cli]'"),
+    "typer": ("doctor --device cpu", CLI),
+    "rich": ("doctor --device cpu", CLI),
+    "safetensors": ("demo --device cpu --tokens 1", CLI),
     "triton": ("export --out out --arch sm_90", "triton"),
 }
 """Per package: a command that needs it, and what pip is to install."""

@@ -24,6 +24,7 @@ from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import operator_of
 
+from ..full import FULL
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id, named
 from ..support.decoding import BY_NAME as STEPS
 from ..support.decoding import make_step, memory_of
@@ -125,12 +126,12 @@ def assert_compiles(op: Callable, call: dict, make: Callable[[], dict]) -> tuple
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize(("op", "make"), [*calls(*LONG, marks=(pytest.mark.slow,)), *calls(*OTHERS)])
+@pytest.mark.parametrize(("op", "make"), [*calls(*LONG[:: 2 - FULL], marks=(pytest.mark.slow,)), *calls(*OTHERS)])
 def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
     assert_compiles(op, make(), make)
 
 
-@pytest.mark.parametrize(("op", "make"), calls(*WITH_OUT, marks=(pytest.mark.slow,)))
+@pytest.mark.parametrize(("op", "make"), calls(*WITH_OUT[1 - FULL :: 2 - FULL], marks=(pytest.mark.slow,)))
 def test_compiles_with_out(op: Callable, make: Callable[[], dict]):
     out = torch.full_like(op(**make())[0], torch.nan)
     want = assert_compiles(op, make() | {"output" if op is fd.recurrent_kda else "out": out}, make)
@@ -139,7 +140,7 @@ def test_compiles_with_out(op: Callable, make: Callable[[], dict]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("case", named("bounded", "softplus", "state", "packed_bf16_state"), ids=case_id)
+@pytest.mark.parametrize("case", named("softplus", "packed_bf16_state"), ids=case_id)
 def test_compiles_with_gradients(case: Case, op):
     call = short_call(case, op)
     names = [name for name, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()]
@@ -204,9 +205,10 @@ STEPPED = calls(*steps("paged", "spec_packed", "verify_rows", "source"), marks=(
 def test_opcheck(op: Callable, make: Callable[[], dict], way: str):
     """Checks the operator that a traced call goes through."""
     call = make()
+    forward_only = {"state_pool", "checkpoint_states"} & call.keys() or op in (fd.commit, fd.recurrent_kda)
+    if way == ("gradients" if forward_only else "plain"):
+        pytest.skip("no gradients, or the same with gradients")
     if way == "gradients":
-        if {"state_pool", "checkpoint_states"} & call.keys() or op in (fd.commit, fd.recurrent_kda):
-            pytest.skip("no gradients")
         for x in call.values():
             if isinstance(x, Tensor) and x.is_floating_point():
                 x.requires_grad_()

@@ -111,28 +111,25 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
-def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty one in which pip installed this, beside what it depends on."""
-    found = tmp_path_factory.mktemp("environment")
+def test_the_installed_distribution_alone_runs(sdist: Path, tmp_path: Path):
+    """Nothing else of this repository is there: neither its tests nor its benchmarks. pip makes the wheel that it installs."""
+    found = tmp_path / "environment"
     venv.create(found)
     (site,) = found.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     command = [sys.executable, "-m", "pip", f"--python={found / 'bin' / 'python'}", "install", "--quiet", "--no-index"]
-    command += ["--no-deps", "--no-build-isolation", "--ignore-installed", request.getfixturevalue(request.param)]
+    command += ["--no-deps", "--no-build-isolation", "--ignore-installed", sdist]
     subprocess.run(command, check=True, capture_output=True)
-    return found
-
-
-@pytest.mark.parametrize("name", ["call", *COMMANDS])
-def test_the_installed_distribution_alone_runs(name: str, environment: Path, tmp_path: Path):
-    """Nothing else of this repository is there: neither its tests nor its benchmarks."""
-    program, *words = ("python", "-c", CALL) if name == "call" else ("flashdelta", name, *COMMANDS[name].split())
     variables = {x: y for x, y in os.environ.items() if x not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    command = [environment / "bin" / program, *words]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if name == "call":
-        where, *others = done.stdout.split()
-        assert Path(where).is_relative_to(environment) and others == ["None", "None"]
-    assert name != "export" or (tmp_path / "out" / "flashdelta.h").exists()
+
+    def run(program: str, *words: str) -> str:
+        command = [found / "bin" / program, *words]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    where, *others = run("python", "-c", CALL).split()
+    assert Path(where).is_relative_to(found) and others == ["None", "None"]
+    for name, words in COMMANDS.items():
+        run("flashdelta", name, *words.split())
+    assert (tmp_path / "out" / "flashdelta.h").exists()

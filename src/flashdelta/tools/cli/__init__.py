@@ -3,7 +3,8 @@
 import os
 import sys
 
-INSTALL = {**dict.fromkeys(("typer", "rich", "safetensors", "numpy"), "'flashdelta[cli]'"), "triton": "triton"}
+CLI = "typer", "rich", "safetensors", "numpy"
+INSTALL = {**dict.fromkeys(CLI, " ".join(CLI)), "triton": "triton"}
 """Packages that a command may lack, and what pip is asked for."""
 
 
