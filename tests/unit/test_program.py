@@ -402,10 +402,10 @@ def test_a_replay_refuses_shared_memory(pretended: Started):
 
 
 def test_tensors_of_a_workspace_are_aligned():
-    """A pointer that lies elsewhere has machine code of its own, whatever the tensor before it is long."""
+    """Each begins a cache line, whatever the tensor before it is long."""
     layout = {name: ((n,), torch.int32) for n, name in enumerate("abcde", start=1)}
     workspace = Workspace.allocate(layout, slots(q=torch.zeros(1)).memory)
     tensors = [workspace[name] for name in layout]
     assert [x.numel() for x in tensors] == [1, 2, 3, 4, 5] and all(x.dtype == torch.int32 for x in tensors)
     starts = [x.data_ptr() for x in tensors]
-    assert [x - starts[0] for x in starts] == [0, 16, 32, 48, 64]
+    assert [x - starts[0] for x in starts] == [0, 128, 256, 384, 512]

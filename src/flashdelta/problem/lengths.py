@@ -19,7 +19,7 @@ class Lengths:
 
     def __init__(self, operation: Operation, names: Sequence[str]):
         self.operation, self.names = operation, names
-        self.known: dict[tuple, tuple[Problem, list[str], dict[str, torch.Size]]] = {}
+        self.known: dict[tuple | None, tuple[Problem, list[str], dict[str, torch.Size]]] = {}
         """Records by kind, of the call that was validated: its problem, the roles of its tensors, and shapes of those that are
         views of the caller's."""
 
@@ -28,7 +28,8 @@ class Lengths:
         tensors overlap is left to `Plan.execute`. `options`: of a call that the launch cache may keep, with all else that rules
         may depend on; None for other calls, which are always validated."""
         kind = self.kind(given, options)
-        if kind is None or kind not in self.known:
+        known = self.known.get(kind)
+        if known is None:
             problem, t = made = self.operation.check(given, dry=dry)
             if kind is not None:
                 if len(self.known) >= MOST:
@@ -37,7 +38,7 @@ class Lengths:
                 views = {role: x.shape for role, x in present.items() if x is not given[role]}
                 self.known[kind] = problem, [*present], views
             return made
-        problem, roles, views = self.known[kind]
+        problem, roles, views = known
         tensors, T = FAMILIES[type(problem)], given[self.operation.by_token[0]].shape[1]
         present = {role: given[role] for role in roles}
         present |= {role: given[role].view(shape) for role, shape in views.items()}

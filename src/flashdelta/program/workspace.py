@@ -22,6 +22,9 @@ Layout = Mapping[str, tuple[Shape, torch.dtype]]
 ALIGNMENT = 16
 """Bytes. A kernel is compiled anew for a pointer that does not lie on so many."""
 
+LINE = 128
+"""Bytes of a cache line, at which tensors of a workspace begin."""
+
 SLOT_BITS = 44
 SLOT = 1 << SLOT_BITS
 """Bytes from slot to slot in the addresses of their tensors: no GPU has as many."""
@@ -89,7 +92,7 @@ def in_slots(t: T) -> T:
 
 def sizes(layout: Layout) -> list[int]:
     """Bytes from each tensor to the next."""
-    return [-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in layout.values()]
+    return [-(-math.prod(shape) * dtype.itemsize // LINE) * LINE for shape, dtype in layout.values()]
 
 
 class Workspace(dict[str, Tensor]):
@@ -100,7 +103,7 @@ class Workspace(dict[str, Tensor]):
         self.buffer, address = buffer, buffer.storage_offset()
         for name, kind in layout.items():
             x = self[name] = tensor_at(address, *kind)
-            address += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+            address += -(-x.nbytes // LINE) * LINE
         self.update(beside or {})
 
     @classmethod

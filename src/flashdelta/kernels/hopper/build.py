@@ -20,7 +20,7 @@ from .commit import commit
 from .decode import decode
 from .fused_decode import fused_kda_decode
 from .intra import intra
-from .launch import TILE, layout, prepare_inputs, prepare_wy_inputs, steps_layout
+from .launch import TILE, layout, prepare_inputs, prepare_wy_inputs
 from .prepare import prepare
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence
@@ -98,7 +98,7 @@ def in_one_launch(problem: ChunkProblem, device: torch.device) -> bool:
 def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = False) -> StageSet:
     """`steps`: for a forward that goes through its chunks in steps of 32 tokens."""
     t, copies = prepare_inputs(t)
-    wanted = {**(steps_layout if steps else layout)(problem), **split_layout(problem, t.device, steps)}
+    wanted = layout(problem, split_layout(problem, t.device, steps), steps)
     return StageSet(
         *(problem, t, copies, wanted, arch),
         *(prepare_steps if steps else prepare, before_segments),

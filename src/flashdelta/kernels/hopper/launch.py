@@ -27,28 +27,26 @@ FLAGS = 256
 """Words of the workspace that `prepare` clears: a power of 2, `MOST_CTAS` or more."""
 
 
-def layout(problem: ChunkProblem) -> Layout:
+def chunk_tiles(K, steps):
+    """The tiles that `prepare` leaves for a chunk."""
+    return 3 * (K // 64) + (1 if steps else 2)
+
+
+def layout(problem: ChunkProblem, split: Layout, steps: bool) -> Layout:
     """Layout of what `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and
-    head) and `decay`. CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
-    stored theirs."""
+    head) and `decay`; in steps of 32 tokens `tiles` (-w, qa and kb by halves of K, inverse beside Aqk) and four decays of a
+    channel. CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have stored
+    theirs. What depends on T comes last, so that calls of other lengths have the rest in the same places."""
     chunks = problem.B * problem.slots * problem.HV
     # a tensor descriptor must have a row, even if there is no chunk to fetch
-    rows = max(chunks * (3 * (problem.K // TILE) + 2), 1) * TILE
+    rows = max(chunks * chunk_tiles(problem.K, steps), 1) * TILE
     return {
-        "tiles": ((rows, TILE), torch.bfloat16),
-        "decay": ((chunks * problem.K,), torch.float32),
         "carry": ((min(work_tiles(problem), MOST_CTAS) * TILE * problem.K,), torch.float32),
         "semaphores": ((FLAGS,), torch.int32),
+        **split,
+        "tiles": ((rows, TILE), torch.bfloat16),
+        "decay": ((chunks * problem.K * (4 if steps else 1),), torch.float32),
     }
-
-
-def steps_layout(problem: ChunkProblem) -> Layout:
-    """Layout of what `prepare_steps` leaves for `recurrence`: `tiles` (-w, qa and kb by halves of K, inverse beside Aqk of each
-    chunk and head) and `decay`, four of a channel; the rest as in `layout`."""
-    chunks = problem.B * problem.slots * problem.HV
-    rows = max(chunks * (3 * (problem.K // TILE) + 1), 1) * TILE
-    own = {"tiles": ((rows, TILE), torch.bfloat16), "decay": ((chunks * 4 * problem.K,), torch.float32)}
-    return {**layout(problem), **own}
 
 
 def work_tiles(problem: ChunkProblem) -> int:
@@ -106,9 +104,10 @@ def may_restart(problem: ChunkProblem) -> bool:
 def parts(problem: ChunkProblem, device: torch.device) -> int:
     """Parts of each sequence that SMs would be idle without, if it may not be split. In a pool the last one might store the
     final state before the first has read the initial one."""
+    if problem.has_pool or not may_restart(problem):
+        return 1
     # no more than `TileScheduler` can tell
-    at_once = min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), 32)
-    return max(at_once, 1) if may_restart(problem) and not problem.has_pool else 1
+    return max(min(ctas(problem.V // TILE, device) // max(work_tiles(problem), 1), 32), 1)
 
 
 def overlaps_prepare(call: portable.StageCall) -> bool:

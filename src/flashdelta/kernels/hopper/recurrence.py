@@ -48,7 +48,7 @@ from .device.pipeline import make_ring, signal, wait
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
 from .device.wgmma import mma, mma_first
-from .launch import TILE, ctas, overlaps_prepare, parts, stages, tiles, work_tiles
+from .launch import TILE, chunk_tiles, ctas, overlaps_prepare, parts, stages, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
 """A chunk as the loader describes it where checkpoints cut sequences: its first token, its tokens, the slot for the
@@ -77,10 +77,7 @@ def chunk_of(info, stage):
     return token, count, described(info, stage, SLOT), described(info, stage, SPAN)
 
 
-@gluon.constexpr_function
-def tiles_of_chunk(K, STEPS):
-    """The tiles that `prepare` leaves for a chunk."""
-    return 3 * (K // 64) + (1 if STEPS else 2)
+tiles_of_chunk = gluon.constexpr_function(chunk_tiles)
 
 
 @gluon.jit
@@ -573,7 +570,7 @@ def recurrence(
     problem, t = call.problem, call.t
     most, at_once = ctas(problem.V // TILE, t.device), parts(problem, t.device)
     overlaps = not steps and overlaps_prepare(call)
-    fetched = 1 + (2 * problem.K // TILE + 1 if o is None else tiles_of_chunk(problem.K, steps))
+    fetched = 1 + (2 * problem.K // TILE + 1 if o is None else chunk_tiles(problem.K, steps))
     own = dict(
         **call.left("decay", "carry", "semaphores", "first_segment", "starts", "forgets"),
         **dict(tiles_d=tiles(call.workspace["tiles"]), o=o, h=h, v_new=v_new),
