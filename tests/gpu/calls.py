@@ -28,16 +28,7 @@ from ..support import oracle
 from ..support.cases import BF16, BY_NAME, CASES, FP16, FP32, Case
 from ..support.gradients import gradients, incoming, relative_errors
 from ..support.inputs import make_call, sequence_calls
-from ..support.oracle import (
-    assert_close,
-    chunked_truth,
-    covered_tokens,
-    float64,
-    poisoned_memory,
-    same_bits,
-    tolerance_of,
-    truth,
-)
+from ..support.oracle import assert_close, chunked_truth, float64, poisoned_memory, same_bits, truth
 from ..support.scalar_decay import expanded, gated_delta_net, scalar_call
 
 R = TypeVar("R")
@@ -112,7 +103,7 @@ def check_scalar_decay(case: Case, dtype: torch.dtype, backend: str, device: str
     if not case.ill_conditioned:
         found = gradients(scalar, *incoming(call), lambda **x: fd.chunk_kda(**expanded(x)))
         want = gradients(float64(scalar), *incoming(call), gated_delta_net)
-        assert relative_errors(found, want)["g"] <= 5 * tolerance_of(call)
+        assert relative_errors(found, want)["g"] <= 5 * oracle.tolerance_of(call)
 
 
 def takes_hopper(case: Case) -> bool:
@@ -139,7 +130,7 @@ def check(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton") ->
     want = truth(call) if case.tokens < 300 else chunked_truth(call)
     hold(call, results, want, slack_of(case, call))
     if case.h and op is fd.chunk_kda:
-        oracle.check_h(call, results[2], tolerance_of(call))
+        oracle.check_h(call, results[2], oracle.tolerance_of(call))
 
 
 def slack_of(case: Case, call: dict) -> tuple[float, float]:
@@ -153,7 +144,7 @@ def slack_of(case: Case, call: dict) -> tuple[float, float]:
 
 
 def hold(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (0.0, 0.0)) -> None:
-    tokens, tolerance = covered_tokens(call), tolerance_of(call)
+    tokens, tolerance = oracle.covered_tokens(call), oracle.tolerance_of(call)
     assert_close("o", results[0][:, tokens], want[0][:, tokens], tolerance + slack[0])
     if call["output_final_state"]:
         assert_close("final_state", results[1], want[1], tolerance + oracle.one_rounding(results[1].dtype) + slack[1])
