@@ -36,15 +36,13 @@ def state(root: Path) -> str | None:
 
 
 def passed_before(config: pytest.Config) -> set[str]:
-    found = config.cache.get(KEY, {})
-    return set(found["passed"]) if found and found["state"] == state(config.rootpath) else set()
+    return set(config.cache.get(KEY, {}).get(config.stash[STATE], ()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     known = passed_before(config)
-    if gone := [item for item in items if item.nodeid in known]:
-        config.hook.pytest_deselected(items=gone)
-        items[:] = [item for item in items if item.nodeid not in known]
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
+    items[:] = [item for item in items if item.nodeid not in known]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -63,6 +61,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if hasattr(config, "workerinput") or now is None or now != config.stash[STATE]:
         return
     before = passed_before(config)
-    config.cache.set(KEY, {"state": now, "passed": sorted(before | _passed)})
+    config.cache.set(KEY, {now: sorted(before | _passed)})
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and before:
         session.exitstatus = pytest.ExitCode.OK

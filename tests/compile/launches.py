@@ -28,7 +28,7 @@ from flashdelta.runtime.call import check
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu, takes_hopper
 from ..support.cases import BF16, CASES, FP32
 from ..support.decoding import STEPS, make_step
-from ..support.decoding_checks import REPLAYED, replay_buffer
+from ..support.decoding_checks import REPLAYED, commit_call, replay_buffer
 from ..support.inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
 from ..support.oracle import NO_H, as_recurrent
 from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, SPLITS, pool_call
@@ -37,7 +37,6 @@ from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from ..support.split_cases import LENGTHS, split_call, split_pool_call
 from ..support.wy import CASES as WY_CASES
 from ..support.wy import make_wy
-from ..unit.test_decode import commit_call
 from .variants import ARCHITECTURES, BUILD, backward_of
 
 FILE = Path(__file__).with_name("launches.tsv")

@@ -14,7 +14,7 @@ from .interpreter import hopper_on_cpu
 
 @pytest.fixture(autouse=True)
 def on_cpu(as_on_gpu: None) -> Iterator[None]:
-    with hopper_on_cpu():
+    with hopper_on_cpu(sms=16):  # as CTAs without work cost time, too
         yield
 
 

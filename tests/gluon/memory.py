@@ -60,7 +60,7 @@ def cells_of(p: Value, at: np.ndarray, used: np.ndarray | None, access: str) -> 
         element = (at - memory.begin) >> memory.shift
         if used is not None:
             element = np.where(used, element, 0)
-        if not element.size or 0 <= element.min() <= element.max() < len(memory.cells):
+        if not element.size or element.view(np.uint64).max() < len(memory.cells):  # negative ones are large
             if p.dtype.element_ty is not memory.dtype:
                 raise Fault(f"{access} of {p.dtype.element_ty} in {memory}")
             return memory, element

@@ -21,16 +21,9 @@ from flashdelta.runtime import autograd
 
 from ..full import FULL
 from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, on_gpu
+from ..support import gradients as checks
 from ..support.cases import BF16, BY_NAME, FORWARD_ONLY, FP32, HARD_CASES, LENGTH_CASES, WITH_GRADIENTS, Case, case_id
-from ..support.gradients import (
-    assert_first_is_its_own,
-    assert_nan_stays,
-    check_gate_sums,
-    gradients,
-    incoming,
-    relative_errors,
-    true_gradients,
-)
+from ..support.gradients import gradients, incoming, relative_errors, true_gradients
 from ..support.inputs import make_call
 from ..support.oracle import as_recurrent, poisoned_memory
 from ..support.wy import BY_NAME as WY_CASES
@@ -157,7 +150,7 @@ def test_gradients_scale_with_the_loss(exponent: int, hard: str | None):
     assert all(torch.equal(x, want[name] * factor) for name, x in found.items())
 
 
-@pytest.mark.parametrize("hold_sequence", [assert_first_is_its_own, assert_nan_stays])
+@pytest.mark.parametrize("hold_sequence", [checks.assert_first_is_its_own, checks.assert_nan_stays])
 @pytest.mark.parametrize(("backend", "split"), [("triton", False), ("hopper", False), ("hopper", 3)])
 def test_a_sequence_s_gradients_are_its_own(hold_sequence: Callable, backend: str, split: bool | int):
     case = replace(LONG, lengths=(130, 70)) if backend == "hopper" else replace(BY_NAME["packed"], lengths=(17, 40))
@@ -230,7 +223,7 @@ def test_checkpointing_drops_what_a_forward_keeps(kept: bool, monkeypatch: pytes
 
 @pytest.mark.parametrize(("slots", "present"), [(0, (True, True)), (65, (True, False)), (1030, (False, True))])
 def test_gates_gradients_are_summed_over_all_chunks(slots: int, present: tuple[bool, bool]):
-    check_gate_sums(slots, present)
+    checks.check_gate_sums(slots, present)
 
 
 # ---- `chunk_bwd_wy_dqkg` -----------------------------------------------------------------------------------------------

@@ -12,20 +12,9 @@ import flashdelta as fd
 
 from ..full import FULL
 from ..gpu.test_decode import MODELS
+from ..support import decoding_checks as checks
 from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step
-from ..support.decoding_checks import (
-    HOPPER_REPLAYED,
-    RECORD_CHECKS,
-    REPLAYED,
-    WHOLE_HEADS,
-    check_commit,
-    check_replay,
-    check_rounds,
-    check_step,
-    commit_call,
-    counts_of,
-)
 from ..support.readouts import check_readout
 from .language import WRITTEN_LATE
 
@@ -37,7 +26,7 @@ KIMI_BF16 = next(step for step in MODELS if step.name == "kimi_bf16")
 @pytest.mark.parametrize("step", [*SINGLE_BF16, replace(KIMI_BF16, H=2, HV=2)], ids=case_id)
 def test_step(step: Step, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.kernels.hopper.decode.DECODE_FEW", 0)
-    check_step(fd.recurrent_kda, step, BF16, "hopper")
+    checks.check_step(fd.recurrent_kda, step, BF16, "hopper")
 
 
 LARGE = ("k_first", "bf16", "bf16_k_first", "V64", "K16")
@@ -56,33 +45,33 @@ LARGE = ("k_first", "bf16", "bf16_k_first", "V64", "K16")
 def test_portable_step(step: Step, dtype: torch.dtype, few: int | None, monkeypatch: pytest.MonkeyPatch):
     if few is not None:
         monkeypatch.setattr("flashdelta.kernels.triton.decode.DECODE_FEW", few)
-    check_step(fd.recurrent_kda, step, dtype, "triton")
+    checks.check_step(fd.recurrent_kda, step, dtype, "triton")
 
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("rows", [None, (1, 0, 5, 2), (-1, 0, 6, 2)], ids=str)
 def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
-    check_commit(commit_call(state, rows), "triton")
+    checks.check_commit(checks.commit_call(state, rows), "triton")
     if rows is not None:
-        check_commit(commit_call(state, rows) | {"null_index": "non_positive"}, "triton")
+        checks.check_commit(checks.commit_call(state, rows) | {"null_index": "non_positive"}, "triton")
 
 
-@pytest.mark.parametrize("step", {step.name: step for step in HOPPER_REPLAYED}.values(), ids=case_id)
+@pytest.mark.parametrize("step", {step.name: step for step in checks.HOPPER_REPLAYED}.values(), ids=case_id)
 def test_a_replay_is_the_accepted_state(step: Step):
     """Holds what the kernels find to the portable ones', which are interpreted too."""
-    check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
+    checks.check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
 
 
-@pytest.mark.parametrize("step", REPLAYED, ids=case_id)
+@pytest.mark.parametrize("step", checks.REPLAYED, ids=case_id)
 def test_portable_replay(step: Step):
-    check_replay(step, FP32, "triton")
+    checks.check_replay(step, FP32, "triton")
 
 
-@pytest.mark.parametrize("step", WHOLE_HEADS, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", checks.WHOLE_HEADS, ids=lambda step: step.name)
 def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
     """With a CTA a head in `commit`."""
     monkeypatch.setattr("flashdelta.kernels.hopper.commit.SLICES_AT_ONCE", 0)
-    check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
+    checks.check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
 
 
 ROUNDS = [{}, {"state": BF16}, {"S": 9, "gate": "softplus", "group": 2}, {"S": 16}, {"S": 16, "gate": "softplus"}]
@@ -90,14 +79,16 @@ ROUNDS = [{}, {"state": BF16}, {"S": 9, "gate": "softplus", "group": 2}, {"S": 1
 
 @pytest.mark.parametrize("options", ROUNDS, ids=str)
 def test_rounds_of_replay_are_steps_one_by_one(options: dict):
-    check_rounds(4, "hopper", K=64, dtype=BF16, **options)
+    checks.check_rounds(4, "hopper", K=64, dtype=BF16, **options)
 
 
 def test_rounds_of_portable_replay():
-    check_rounds(3, "triton", S=16)
+    checks.check_rounds(3, "triton", S=16)
 
 
-RECORDS = itertools.product(RECORD_CHECKS, ({"backend": "hopper", "K": 64, "dtype": BF16}, {"backend": "triton"}))
+RECORDS = itertools.product(
+    checks.RECORD_CHECKS, ({"backend": "hopper", "K": 64, "dtype": BF16}, {"backend": "triton"})
+)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +97,7 @@ RECORDS = itertools.product(RECORD_CHECKS, ({"backend": "hopper", "K": 64, "dtyp
     ids=lambda x: x if isinstance(x, str) else x["backend"],
 )
 def test_records(name: str, options: dict):
-    RECORD_CHECKS[name](**options)
+    checks.RECORD_CHECKS[name](**options)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +116,7 @@ def test_a_commit_whose_indices_the_kernel_before_writes_late(
     monkeypatch.setattr("flashdelta.kernels.hopper.commit.SLICES_AT_ONCE", 0)
     draw = torch.Generator().manual_seed(0)
     records = torch.randn(fd.replay_buffer(3, tokens - 1, 2, 64, V).shape, generator=draw).mul_(0.5)
-    records[:, 0, :, counts_of(64, V)] = float(tokens)
+    records[:, 0, :, checks.counts_of(64, V)] = float(tokens)
     pools = [torch.randn(3, 2, V, 64, generator=draw.manual_seed(1)).to(state) for _ in range(2)]
     given = [torch.tensor([x], dtype=torch.int32) for x in (slot, row, count)]
     late = (records.clone(), *given)

@@ -12,17 +12,8 @@ import torch
 import flashdelta as fd
 from flashdelta.kernels.triton import convolution as triton_convolution
 
+from ..support import layer as cases
 from ..support.held import run_held
-from ..support.layer import (
-    CONVOLUTION_BY_NAME,
-    CONVOLUTION_CASES,
-    NORM_BY_NAME,
-    NORM_CASES,
-    ConvolutionCase,
-    NormCase,
-    make_convolution,
-    make_norm,
-)
 from ..support.layer_checks import TOLERANCE, check_convolution, check_gradients, check_norm
 from ..support.layers import make_layer, rows
 from ..support.oracle import poisoned_memory, same_bits
@@ -32,49 +23,49 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 convolution = partial(fd.short_convolution, backend="triton")
 
 
-@pytest.mark.parametrize("case", NORM_CASES, ids=str)
-def test_norm_and_its_gradients(case: NormCase):
+@pytest.mark.parametrize("case", cases.NORM_CASES, ids=str)
+def test_norm_and_its_gradients(case: cases.NormCase):
     check_norm(case, torch.float32, "triton")
-    check_gradients(fd.gated_rms_norm, make_norm(case), "triton")
+    check_gradients(fd.gated_rms_norm, cases.make_norm(case), "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_rounds_once(dtype: torch.dtype):
-    check_norm(NORM_BY_NAME["fused"], dtype, "triton")
-    check_convolution(CONVOLUTION_BY_NAME["packed_fla"], dtype, "triton")
+    check_norm(cases.NORM_BY_NAME["fused"], dtype, "triton")
+    check_convolution(cases.CONVOLUTION_BY_NAME["packed_fla"], dtype, "triton")
 
 
-@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=str)
-def test_convolution(case: ConvolutionCase):
+@pytest.mark.parametrize("case", cases.CONVOLUTION_CASES, ids=str)
+def test_convolution(case: cases.ConvolutionCase):
     check_convolution(case, torch.float32, "triton")
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CONVOLUTION_CASES if case.indices is None and not case.buffer], ids=str
+    "case", [case for case in cases.CONVOLUTION_CASES if case.indices is None and not case.buffer], ids=str
 )
-def test_gradients_of_the_convolution(case: ConvolutionCase):
-    check_gradients(fd.short_convolution, make_convolution(case), "triton")
+def test_gradients_of_the_convolution(case: cases.ConvolutionCase):
+    check_gradients(fd.short_convolution, cases.make_convolution(case), "triton")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        ConvolutionCase("exchanged", "as many tokens for each group", T=64, final=False),
-        ConvolutionCase("exchanged_ragged", "a token more for some, a bias", T=55, bias=True, final=False),
-        ConvolutionCase("exchanged_few", "fewest tokens", T=19, W=3, activation=None, final=False),
-        ConvolutionCase("exchanged_two", "two taps, a slice", T=38, W=2, sliced=True, final=False),
-        ConvolutionCase("alone", "states, and a sum that is complete", T=50, state=0, bias=True),
-        ConvolutionCase("alone_fla", "states of W inputs, groups without tokens", T=3, state=1),
-        ConvolutionCase("alone_packed", "a packed sequence", lengths=(45,), state=1, W=3, bias=True),
+        cases.ConvolutionCase("exchanged", "as many tokens for each group", T=64, final=False),
+        cases.ConvolutionCase("exchanged_ragged", "a token more for some, a bias", T=55, bias=True, final=False),
+        cases.ConvolutionCase("exchanged_few", "fewest tokens", T=19, W=3, activation=None, final=False),
+        cases.ConvolutionCase("exchanged_two", "two taps, a slice", T=38, W=2, sliced=True, final=False),
+        cases.ConvolutionCase("alone", "states, and a sum that is complete", T=50, state=0, bias=True),
+        cases.ConvolutionCase("alone_fla", "states of W inputs, groups without tokens", T=3, state=1),
+        cases.ConvolutionCase("alone_packed", "a packed sequence", lengths=(45,), state=1, W=3, bias=True),
     ],
     ids=str,
 )
-def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pytest.MonkeyPatch):
+def test_gradients_by_groups_of_one_tile(case: cases.ConvolutionCase, monkeypatch: pytest.MonkeyPatch):
     """Whose last gradients need the first ones of the next group, and which leaves no sums to add."""
     config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, GROUPS=4)
     monkeypatch.setattr(triton_convolution, "convolution_config", lambda *given, **options: config)
     monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
-    call = make_convolution(case)
+    call = cases.make_convolution(case)
     with mock.patch.object(triton_convolution, "launch", wraps=triton_convolution.launch) as noted:
         check_gradients(fd.short_convolution, call, "triton", repeats=2)
     exchanges = {own["EXCHANGE"] for x in noted.call_args_list if "EXCHANGE" in (own := x.args[4])}
@@ -87,8 +78,8 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
 )
 def test_nothing_beside_states_is_touched(name: str, target: str):
     """Pools, and final states where they are asked for."""
-    case = CONVOLUTION_BY_NAME[name]
-    call = make_convolution(case) | {"backend": "triton"}
+    case = cases.CONVOLUTION_BY_NAME[name]
+    call = cases.make_convolution(case) | {"backend": "triton"}
     states = torch.full((case.N, case.D, 8), torch.nan)[..., 2 : 1 + case.W]
     states.copy_(call.get(target, states))
     run_held(fd.short_convolution, call | {target: states}, TOLERANCE[torch.float32], lambda dtype: 0.0)
@@ -97,8 +88,8 @@ def test_nothing_beside_states_is_touched(name: str, target: str):
 @pytest.mark.parametrize("W", [2, 3, 4])
 def test_nan_goes_no_further_than_the_taps(W: int):
     """Into no other sequence, and no later token than the filter reaches."""
-    case = replace(CONVOLUTION_BY_NAME["packed"], W=W)
-    call = make_convolution(case)
+    case = replace(cases.CONVOLUTION_BY_NAME["packed"], W=W)
+    call = cases.make_convolution(case)
     clean = convolution(**call)[0]
     call["x"] = call["x"].clone()
     call["x"][0, [10, 41]] = torch.nan  # token 2 of a sequence, and the last but one of it
@@ -113,7 +104,7 @@ def test_nan_goes_no_further_than_the_taps(W: int):
 
 def test_bad_offsets_lead_nowhere():
     """Outside the tensors nothing is read or written; a sequence with good offsets has its own results."""
-    call = make_convolution(CONVOLUTION_BY_NAME["packed_new"])
+    call = cases.make_convolution(cases.CONVOLUTION_BY_NAME["packed_new"])
     want = convolution(**call)[0]
     call["cu_seqlens"] = torch.tensor([0, 7, 7, 8, 43, 900, -5], dtype=torch.int32)
     found = convolution(**call)[0]

@@ -15,16 +15,6 @@ from ..full import FULL
 from ..support import replay_checks as checks
 from ..support.layouts import LAYOUTS, fresh, lay, refused, rotated, tensors_of
 from ..support.oracle import poisoned_memory
-from ..support.replay_checks import (
-    check_loss,
-    check_ranks,
-    check_row,
-    check_slices,
-    check_stale,
-    on_rank,
-    results_of,
-    truth_of,
-)
 from ..support.replays import Replays, replaying
 from ..support.rows import BY_NAME, HOPPER, PAIRS, ROWS, Row, draft_and_commit
 from ..support.virtual import on_ranks
@@ -66,7 +56,7 @@ TURNS = [(*pair, turn) for i, pair in enumerate(PAIRS) for turn in (range(0, N, 
 
 @pytest.mark.parametrize(("row", "backend", "turn"), TURNS, ids=str)
 def test_every_tensor(row: Row, backend: str, turn: int, replays: Replays):
-    check_row(row, backend, rotated(row, turn), replays)
+    checks.check_row(row, backend, rotated(row, turn), replays)
 
 
 def test_rows_have_every_tensor_of_every_operation():
@@ -91,13 +81,13 @@ STALE = ROWS if FULL else ROWS[2::8]
 
 @pytest.mark.parametrize(("row", "backend"), [(row, row.backends[-1]) for row in STALE], ids=str)
 def test_a_stale_tensor_is_seen(row: Row, backend: str, replays: Replays):
-    check_stale(row, backend)
+    checks.check_stale(row, backend)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_in_every_layout(layout: str, replays: Replays):
     row = BY_NAME["chunk backward"]
-    check_row(row, "hopper", dict.fromkeys(tensors_of(row)[-2:], layout), replays)
+    checks.check_row(row, "hopper", dict.fromkeys(tensors_of(row)[-2:], layout), replays)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +97,7 @@ def test_inference_mode(name: str, replays: Replays):
     """Whose tensors do not count what writes them."""
     row = BY_NAME[name]
     with torch.inference_mode():
-        check_row(row, row.backends[-1], rotated(row, 1), replays)
+        checks.check_row(row, row.backends[-1], rotated(row, 1), replays)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +106,7 @@ def test_inference_mode(name: str, replays: Replays):
     ids=str,
 )
 def test_slices_of_one_buffer(sliced: tuple, recorded: bool, replays: Replays):
-    check_slices(*sliced, recorded, replays)
+    checks.check_slices(*sliced, recorded, replays)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -126,21 +116,21 @@ def test_one_tensor_for_two_inputs(recorded: bool, replays: Replays):
     for seed, same in enumerate((recorded, not recorded, recorded, recorded)):
         call = fresh(row, seed)
         call |= {"k": call["q"]} if same else {}
-        want = truth_of(row, call, {}, seed)
-        checks.hold(results_of(row, call | {"backend": "hopper"}, {}, seed), want)
+        want = checks.truth_of(row, call, {}, seed)
+        checks.hold(checks.results_of(row, call | {"backend": "hopper"}, {}, seed), want)
 
 
 @pytest.mark.parametrize(
     ("loss", "backend"), [*((loss, "hopper") for loss in checks.LOSSES), ("sums", "triton"), ("zeros of o", "triton")]
 )
 def test_losses(loss: str, backend: str, replays: Replays):
-    check_loss(loss, backend)
+    checks.check_loss(loss, backend)
     assert len(replays.repeated) == (1 + FULL) * len(replays.anew) > 0
 
 
 @pytest.mark.parametrize("wrap", [checks.recomputed, checks.packed_and_unpacked, checks.compiled])
 def test_wrapped_losses(wrap: Callable, replays: Replays):
-    check_loss("squares and a sum", "hopper", wrap)
+    checks.check_loss("squares and a sum", "hopper", wrap)
     assert wrap is checks.compiled or replays.repeated
 
 
@@ -150,6 +140,6 @@ def test_wrapped_losses(wrap: Callable, replays: Replays):
 )
 def test_ranks(ranks: int, kept: bool, backend: str, replays: Replays):
     with poisoned_memory():
-        found = on_ranks(ranks, lambda group: on_rank(group, backend, kept))
-    check_ranks(found)
+        found = on_ranks(ranks, lambda group: checks.on_rank(group, backend, kept))
+    checks.check_ranks(found)
     assert len(replays.repeated) == 2 * len(replays.anew) > 0

@@ -13,19 +13,11 @@ import flashdelta as fd
 from flashdelta.kernels.hopper import build, recurrence
 
 from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu
+from ..support import oracle
 from ..support.cases import BF16, FP32, Case, case_id
 from ..support.decays import KINDS, decays_call
 from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import (
-    assert_close,
-    covered_tokens,
-    float64,
-    poisoned_memory,
-    relative_error,
-    same_bits,
-    tolerance_of,
-    truth,
-)
+from ..support.oracle import assert_close, float64, poisoned_memory, relative_error, same_bits, truth
 from ..support.pools import BUFFERS, CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, hold_pool, pool_call, pool_id
 from ..support.ranks import Cut
 from .checks import check_steps, hold_bits_alone, hold_nan_inside, poisoned, steps_call
@@ -157,7 +149,7 @@ def test_few_ctas_change_no_bit(case: Case, stream_k: bool, monkeypatch: pytest.
     want = poisoned(call)
     monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: stream_k)
     with hopper_on_cpu(sms=4, workers_first=not stream_k, last_first=case is PACKED_FREE):
-        assert_same_bits(poisoned(call), want, covered_tokens(call))
+        assert_same_bits(poisoned(call), want, oracle.covered_tokens(call))
 
 
 @pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS, ids=pool_id)
@@ -194,7 +186,7 @@ def test_ranks_find_what_one_finds(name: str, sms: int | None, relay: bool):
     # without a relay all but the last tell what becomes of a state
     assert [x.kwargs for x in ran.call_args_list] == [{"steps": True}] * (0 if ranks == 2 and relay else ranks - 1)
     for key, x in exact.items():
-        assert_close(key, found[key], x, tolerance_of(call))
+        assert_close(key, found[key], x, oracle.tolerance_of(call))
 
 
 @pytest.mark.parametrize(("K", "v_first"), [(128, True), (64, False)])
@@ -207,4 +199,4 @@ def test_the_second_of_two_ranks_goes_on_to_the_bit(K: int, v_first: bool):
 
 def test_a_pool_over_ranks():
     call = steps_call(replace(LONG, lengths=(60, 0, 132))) | {"output_final_state": True}
-    hold_pool_over_ranks(call, lambda found, want: assert_close("pool", found, want, tolerance_of(call)))
+    hold_pool_over_ranks(call, lambda found, want: assert_close("pool", found, want, oracle.tolerance_of(call)))

@@ -179,7 +179,7 @@ def whole(x: int) -> Value:
 
 
 def value(x: Any) -> Value:
-    if isinstance(x, Value):
+    if type(x) is Value:
         return x
     if isinstance(x, (bool, int, float)):
         return scalar(x)
@@ -200,7 +200,8 @@ def meet(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, tl.dtype, An
             p = converted(p, x.dtype, dtype)
         if y.dtype is not dtype:
             q = converted(q, y.dtype, dtype)
-    check_ranks(p, q)
+    if 0 != p.ndim != q.ndim != 0:
+        check_ranks(p, q)
     return p, q, dtype, x.layout if p.ndim else y.layout
 
 
@@ -216,9 +217,10 @@ def result(data: Any, dtype: tl.dtype, layout: Any) -> Value:
 def arithmetic(function: Callable, of_pointers: bool = False) -> tuple[Callable, Callable]:
     def forward(a: Any, b: Any) -> Value:
         if of_pointers:
-            for p, offset in ((a, b), (b, a)):
-                if isinstance(p, Value) and p.sources and p.dtype.is_ptr():
-                    return moved(p, offset, function)
+            if type(a) is Value and a.sources and a.dtype.is_ptr():
+                return moved(a, b, function)
+            if type(b) is Value and b.sources and b.dtype.is_ptr():
+                return moved(b, a, function)
         p, q, dtype, layout = meet(a, b)
         if dtype is tl.int1:  # of two truth values: 32 bits hold the sum
             return Value(function(p.astype(np.int32), q.astype(np.int32)) != 0, tl.int1, layout)

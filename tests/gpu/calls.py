@@ -24,24 +24,11 @@ from benchmarks.contenders import find
 from flashdelta.kernels.hopper import build
 from flashdelta.runtime.call import CACHE
 
+from ..support import oracle
 from ..support.cases import BF16, BY_NAME, CASES, FP16, FP32, Case
 from ..support.gradients import gradients, incoming, relative_errors
 from ..support.inputs import make_call, sequence_calls
-from ..support.oracle import (
-    as_recurrent,
-    assert_close,
-    check_h,
-    chunked_truth,
-    covered_tokens,
-    float64,
-    lengths_of,
-    one_rounding,
-    poisoned_memory,
-    rounding_error,
-    same_bits,
-    tolerance_of,
-    truth,
-)
+from ..support.oracle import assert_close, chunked_truth, float64, poisoned_memory, same_bits, truth
 from ..support.scalar_decay import expanded, gated_delta_net, scalar_call
 
 R = TypeVar("R")
@@ -116,7 +103,7 @@ def check_scalar_decay(case: Case, dtype: torch.dtype, backend: str, device: str
     if not case.ill_conditioned:
         found = gradients(scalar, *incoming(call), lambda **x: fd.chunk_kda(**expanded(x)))
         want = gradients(float64(scalar), *incoming(call), gated_delta_net)
-        assert relative_errors(found, want)["g"] <= 5 * tolerance_of(call)
+        assert relative_errors(found, want)["g"] <= 5 * oracle.tolerance_of(call)
 
 
 def takes_hopper(case: Case) -> bool:
@@ -128,7 +115,7 @@ HOPPER_CASES = [case for case in map(on_gpu, CASES) if takes_hopper(case) and ca
 
 def gpu_call(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton", seed: int = 0) -> dict:
     call = make_call(case, dtype, "cuda", seed) | {"backend": backend}
-    return call if op is fd.chunk_kda else as_recurrent(call)
+    return call if op is fd.chunk_kda else oracle.as_recurrent(call)
 
 
 def check(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton") -> None:
@@ -143,7 +130,7 @@ def check(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton") ->
     want = truth(call) if case.tokens < 300 else chunked_truth(call)
     hold(call, results, want, slack_of(case, call))
     if case.h and op is fd.chunk_kda:
-        check_h(call, results[2], tolerance_of(call))
+        oracle.check_h(call, results[2], oracle.tolerance_of(call))
 
 
 def slack_of(case: Case, call: dict) -> tuple[float, float]:
@@ -152,22 +139,22 @@ def slack_of(case: Case, call: dict) -> tuple[float, float]:
     if not case.ill_conditioned:
         return 0.0, 0.0
     alone = [call] if call.get("cu_seqlens") is None else sequence_calls(call)
-    errors = [rounding_error(one) for one in alone if one["q"].shape[1] > 0]
+    errors = [oracle.rounding_error(one) for one in alone if one["q"].shape[1] > 0]
     return tuple(2 * max(kind) for kind in zip(*errors))
 
 
 def hold(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (0.0, 0.0)) -> None:
-    tokens, tolerance = covered_tokens(call), tolerance_of(call)
+    tokens, tolerance = oracle.covered_tokens(call), oracle.tolerance_of(call)
     assert_close("o", results[0][:, tokens], want[0][:, tokens], tolerance + slack[0])
     if call["output_final_state"]:
-        assert_close("final_state", results[1], want[1], tolerance + one_rounding(results[1].dtype) + slack[1])
+        assert_close("final_state", results[1], want[1], tolerance + oracle.one_rounding(results[1].dtype) + slack[1])
     else:
         assert results[1] is None
 
 
 def hold_each(call: dict, results: tuple, want: tuple) -> None:
     """As `hold`, for every sequence on its own: a wrong short one can't hide among long ones."""
-    for n, (one, length) in enumerate(zip(sequence_calls(call), lengths_of(call))):
+    for n, (one, length) in enumerate(zip(sequence_calls(call), oracle.lengths_of(call))):
         try:
             hold(one, of_sequence(call, results, n), of_sequence(call, want, n))
         except AssertionError as error:

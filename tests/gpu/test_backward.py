@@ -11,16 +11,9 @@ import torch
 
 import flashdelta as fd
 
+from ..support import gradients as checks
 from ..support.cases import BF16, FP32, Case, case_id, named
-from ..support.gradients import (
-    INPUTS,
-    assert_first_is_its_own,
-    assert_nan_stays,
-    check_gradients,
-    gradients,
-    incoming,
-    same_gradients,
-)
+from ..support.gradients import check_gradients, gradients, incoming, same_gradients
 from ..support.oracle import NO_H, poisoned_memory
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, case_and_dtype, gpu_call, in_turn, on_gpu, requested_bytes
 
@@ -91,13 +84,13 @@ def test_gradients_of_a_split_are_the_sequences_own(lengths: tuple[int, ...], op
     case = replace(KIMI, H=2, HV=2, lengths=lengths, state=FP32)
     call = gpu_call(fd.chunk_kda, case, backend=backend) | options
     assert (max(fd.explain(fd.chunk_kda, **call).segments) > 1) == (options != {"split": False})
-    assert_first_is_its_own(call)
+    checks.assert_first_is_its_own(call)
 
 
 @pytest.mark.parametrize("split", [False, 4])
 def test_nan_stays_in_its_sequence(split: bool | int, backend: str):
     case = replace(KIMI, lengths=(300, 400), state=FP32)
-    assert_nan_stays(gpu_call(fd.chunk_kda, case, backend=backend) | {"split": split})
+    checks.assert_nan_stays(gpu_call(fd.chunk_kda, case, backend=backend) | {"split": split})
 
 
 def test_a_long_sequence_of_few_heads_is_split(backend: str):
@@ -120,12 +113,12 @@ def test_a_repeated_step_of_no_tokens_has_all_gradients(case: Case, backend: str
     grads = incoming(call)
     for _ in range(CALLS_TO_A_REPLAY + 1):
         found = gradients(call, *grads)
-        assert found.keys() == {name for name in INPUTS if call.get(name) is not None}
+        assert found.keys() == {name for name in checks.INPUTS if call.get(name) is not None}
         assert all(x.shape == call[name].shape for name, x in found.items())
 
 
 def step(call: dict, reduce: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    leaves = {name: call[name].detach().requires_grad_() for name in INPUTS if call.get(name) is not None}
+    leaves = {name: call[name].detach().requires_grad_() for name in checks.INPUTS if call.get(name) is not None}
     o = fd.chunk_kda(**call | leaves | NO_H)[0]
     return torch.autograd.grad(reduce(o), list(leaves.values()))
 

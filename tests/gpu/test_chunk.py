@@ -16,23 +16,8 @@ from ..support import scalar_decay
 from ..support.cases import BF16, BOUNDED, BY_NAME, CASES, FP16, FP32, HARD_CASES, Case, case_id, named
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import chunked_truth, same_bits
-from .calls import (
-    BOTH,
-    KIMI,
-    MODELS,
-    UNBOUNDED,
-    assert_same_bits,
-    check,
-    check_scalar_decay,
-    gpu_call,
-    hold,
-    hold_each,
-    joined,
-    of_sequence,
-    on_gpu,
-    poisoned,
-    slack_of,
-)
+from . import calls
+from .calls import KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold, on_gpu, poisoned
 
 pytestmark = pytest.mark.gpu
 
@@ -117,35 +102,35 @@ OTHER_DIMS = [
 ]
 PACKED_LENGTHS = {"lengths": (0, *LENGTHS, 0, 0, *reversed(LENGTHS), 0), "state": FP32, "v_first": True}
 CALLS = [
-    *each("table", [on_gpu(x) for x in CASES if x.name not in INTERPRETED], ops=BOTH),
-    *each("half", map(on_gpu, SOME[::2]), dtypes=[FP16], ops=BOTH),
-    *each("full", map(on_gpu, SOME[1::2]), dtypes=[FP32], ops=BOTH),
+    *each("table", [on_gpu(x) for x in CASES if x.name not in INTERPRETED], ops=calls.BOTH),
+    *each("half", map(on_gpu, SOME[::2]), dtypes=[FP16], ops=calls.BOTH),
+    *each("full", map(on_gpu, SOME[1::2]), dtypes=[FP32], ops=calls.BOTH),
     *each("hard", [on_gpu(x) for x in HARD_CASES if x.gate == "none" and x.beta == "value"], dtypes=(FP16, FP32)),
     *each("head dims", [replace(BY_NAME["state"], T=130)], HEAD_DIMS),
     *each("head dims, tokens", [replace(BY_NAME["state"], T=20)], HEAD_DIMS, TOKENS),
     *each("head dims, half", [replace(BY_NAME["decay"], T=130)], [{"K": 64, "V": 256}], dtypes=[FP16]),
     *each("head dims, full", [replace(BY_NAME["decay"], T=130)], [{"K": 256, "V": 256}], dtypes=[FP32]),
-    *each("heads", MODELS, [{"H": H, "HV": HV} for H, HV in RATIOS]),
-    *each("heads, tokens", MODELS, [{"H": H, "HV": HV, "T": 20} for H, HV in RATIOS], TOKENS),
-    *each("lengths", MODELS, [{"T": T, "B": 2} for T in LENGTHS]),
-    *each("packed lengths", MODELS, [PACKED_LENGTHS]),
+    *each("heads", calls.MODELS, [{"H": H, "HV": HV} for H, HV in RATIOS]),
+    *each("heads, tokens", calls.MODELS, [{"H": H, "HV": HV, "T": 20} for H, HV in RATIOS], TOKENS),
+    *each("lengths", calls.MODELS, [{"T": T, "B": 2} for T in LENGTHS]),
+    *each("packed lengths", calls.MODELS, [PACKED_LENGTHS]),
     *each("packed lengths", [UNBOUNDED], [PACKED_LENGTHS], dtypes=[FP16, FP32]),
     *each("h", [replace(KIMI, state=FP32, h=True)], [{"lengths": lengths} for lengths in CHUNKS_OF_H]),
     *each("layout", [UNBOUNDED], [{"B": 2, "T": 130} | layout for layout in LAYOUTS.values()]),
     *each("layout, packed", [replace(KIMI, **BETWEEN)], [*LAYOUTS.values()][:5]),
-    *each("other head dims", MODELS, OTHER_DIMS),
+    *each("other head dims", calls.MODELS, OTHER_DIMS),
     *each("both paths", BOTH_PATHS + LONG_AND_HARD),
 ]
 
 
 @pytest.mark.parametrize(("case", "function", "dtype"), CALLS)
 def test_results_are_the_reference(case: Case, function: Callable, dtype: torch.dtype, backend: str):
-    check(function, case, dtype, backend)
+    calls.check(function, case, dtype, backend)
 
 
 @pytest.mark.parametrize("case", [*map(on_gpu, scalar_decay.CASES)], ids=case_id)
 def test_one_decay_per_head(case: Case, backend: str):
-    check_scalar_decay(case, BF16, backend)
+    calls.check_scalar_decay(case, BF16, backend)
 
 
 # ---- NaN, and what else must not reach a neighbour ------------------------------------------------------------------
@@ -190,8 +175,8 @@ def test_every_tail(state: torch.dtype | None, model: Case, backend: str):
     call = gpu_call(fd.chunk_kda, case, BF16, backend)
     results, want = poisoned(call), chunked_truth(call)
     hold(call, results, want)
-    hold_each(call, results, want)
-    assert_same_bits(results, joined(poisoned(one) for one in sequence_calls(call)))
+    calls.hold_each(call, results, want)
+    assert_same_bits(results, calls.joined(poisoned(one) for one in sequence_calls(call)))
 
 
 # ---- what must hold to the bit: repeats, splits, neighbours, absent states ----------------------------------------
@@ -202,7 +187,7 @@ UNEVEN = (65, 0, 300, 1, 130)
 def test_a_packed_sequences_bits_are_its_own(model: Case, op, backend: str):
     """Alone and unpacked it gives the same bits, so nothing else in the batch matters."""
     call = gpu_call(op, replace(model, lengths=UNEVEN, state=FP32), BF16, backend)
-    assert_same_bits(op(**call), joined(op(**one) for one in sequence_calls(call)))
+    assert_same_bits(op(**call), calls.joined(op(**one) for one in sequence_calls(call)))
 
 
 def test_a_batch_rows_bits_are_its_own(model: Case, op, backend: str):
@@ -220,7 +205,7 @@ def test_packed_with_states(case: Case, backend: str):
     lengths = (65, 0, 1, 130, 17) if case.T < 500 else (case.T, 0, 65)
     case = replace(case, K=128, V=128, lengths=lengths, state=FP32, v_first=True)
     call = gpu_call(fd.chunk_kda, case, BF16, backend)
-    hold(call, fd.chunk_kda(**call), chunked_truth(call), slack_of(case, call))
+    hold(call, fd.chunk_kda(**call), chunked_truth(call), calls.slack_of(case, call))
 
 
 # ---- 64K tokens, and tensors of more than 2^31 elements -----------------------------------------------------------
@@ -264,7 +249,7 @@ def test_more_than_2_31_elements_in_a_tensor(backend: str):
         one = sequence_calls(call)[n]
         alone = one | {name: one[name].clone() for name in TOKEN_TENSORS}
         found = fd.chunk_kda(**alone)
-        assert_same_bits(found, of_sequence(call, results, n))
+        assert_same_bits(found, calls.of_sequence(call, results, n))
         if n == 1:
             hold(alone, found, chunked_truth(alone))
     assert results[1].isfinite().all()
@@ -279,9 +264,9 @@ def test_more_than_2_31_elements_of_state(op, backend: str):
     case = replace(KIMI, H=H, HV=H, lengths=lengths, v_first=True)
     call = gpu_call(op, case, BF16, backend)
     call["initial_state"] = _big(N, H, K, K, dtype=FP32)
-    results, calls = op(**call), sequence_calls(call)
+    results, each_alone = op(**call), sequence_calls(call)
     for n in (0, N // 2, N - 3, N - 2, N - 1):
-        one = calls[n] | {"initial_state": calls[n]["initial_state"].clone()}
+        one = each_alone[n] | {"initial_state": each_alone[n]["initial_state"].clone()}
         found = op(**one)
-        assert_same_bits(found, of_sequence(call, results, n))
+        assert_same_bits(found, calls.of_sequence(call, results, n))
         hold(one, found, chunked_truth(one))

@@ -31,17 +31,8 @@ from ..support.oracle import covered_tokens, same_bits
 from ..support.pools import PoolCase
 from ..support.rows import call_of
 from ..support.wy import WyCase
-from .calls import (
-    BOTH,
-    CALLS_TO_A_REPLAY,
-    KIMI,
-    MODELS,
-    assert_same_bits,
-    captured,
-    gpu_call,
-    nothing_compiles,
-    requested_bytes,
-)
+from . import calls
+from .calls import KIMI, MODELS, assert_same_bits, captured, gpu_call
 from .test_decode import MODELS as STEPS
 from .test_fused import BY_NAME as FUSED_BY_NAME
 from .test_pool import BUFFER_MODELS as BUFFERS
@@ -90,7 +81,7 @@ def assert_same_memories(found: dict, want: dict) -> None:
     assert all(same_bits(x, y) for x, y in zip(memories(found), memories(want), strict=True))
 
 
-def kinds(name: str, *cases: Any, ops: Iterable[Callable] = BOTH, out: str = "", **options: object) -> list[Kind]:
+def kinds(name: str, *cases: Any, ops: Iterable[Callable] = calls.BOTH, out: str = "", **options: object) -> list[Kind]:
     return [Kind(f"{op.__name__} {name or cases[0].name}", op, cases, out, options) for op in ops]
 
 
@@ -242,7 +233,7 @@ def test_compiles_in_one_graph_with_inductor(kind: Kind, backend: str):
     torch._dynamo.reset()
     op = kind.op
     compiled = torch.compile(lambda arguments: op(**arguments), fullgraph=True)
-    for number in range(CALLS_TO_A_REPLAY):
+    for number in range(calls.CALLS_TO_A_REPLAY):
         call, other = (kind.call(backend, number) for _ in range(2))
         want = op(**other)
         assert_same_bits(compiled(call), want)
@@ -288,7 +279,7 @@ def test_warmup_compiles_all_that_calls_need(backend: str):
     fd.warmup(fd.chunk_kda, [(64, 128)], backend=backend, state_v_first=True)
     # heads that keep the fused projection's rows a multiple of 16 long
     base = replace(KIMI, K=64, V=128, H=8, HV=16, v_first=True, offsets_dtype=torch.int32)
-    with nothing_compiles():
+    with calls.nothing_compiles():
         for state, lengths, layout in itertools.product((None, FP32), (None, (7, 0, 120)), ("dense", "fused")):
             case = replace(base, state=state, lengths=lengths, layout=layout)
             fd.chunk_kda(**gpu_call(fd.chunk_kda, case, BF16, backend))
@@ -332,7 +323,7 @@ def test_lengths_on_the_host_leave_out_what_would_plan(lengths: tuple[int, ...],
     assert (len(kernels_of(told)) > 2) == split
     other = told["cu_seqlens_cpu"].clone()
     other[1:-1] -= 64  # the same kind of call, if the longest is as long in powers of two
-    for offsets in (told["cu_seqlens_cpu"], other) * CALLS_TO_A_REPLAY:
+    for offsets in (told["cu_seqlens_cpu"], other) * calls.CALLS_TO_A_REPLAY:
         given = {"cu_seqlens": offsets.cuda(), "cu_seqlens_cpu": offsets}
         want = fd.chunk_kda(**call | {"cu_seqlens": offsets.cuda()})
         assert_same_bits(fd.chunk_kda(**call | given), want)
@@ -345,8 +336,8 @@ def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
     fd.chunk_kda(**call)  # what it returns is freed, what compilation leaves stays
     workspace = sum(sizes({"hopper": hopper, "triton": portable}[backend].layout(problem)))
     assert workspace > 2**25
-    for _ in range(CALLS_TO_A_REPLAY + 1):
-        results, kept, peak = requested_bytes(lambda: fd.chunk_kda(**call))
+    for _ in range(calls.CALLS_TO_A_REPLAY + 1):
+        results, kept, peak = calls.requested_bytes(lambda: fd.chunk_kda(**call))
         assert kept == sum(x.nbytes for x in results)
         # beside them only what is there in place of an absent state
         assert peak <= kept + workspace + 1024

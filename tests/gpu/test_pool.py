@@ -10,29 +10,16 @@ import torch
 
 import flashdelta as fd
 
+from ..support import pools
 from ..support.cases import BF16, FP16, FP32
 from ..support.oracle import as_recurrent, assert_close, one_rounding, same_bits
-from ..support.pools import (
-    BUFFERS,
-    BUFFERS_BY_NAME,
-    CHECKPOINT_POOLS,
-    PLAIN_POOLS,
-    SPLITS,
-    PoolCase,
-    buffered,
-    by_pieces,
-    gathered_and_scattered,
-    hold_pool,
-    pool_call,
-    pool_id,
-    pooled,
-)
+from ..support.pools import PoolCase, by_pieces, hold_pool, pool_call, pool_id
 from .calls import KIMI, UNBOUNDED, case_and_dtype, in_turn, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (200, 0, 1, 130, 64)
-PREFILL = pooled(
+PREFILL = pools.pooled(
     "prefill",
     "a mixed batch as an engine sends it",
     replace(KIMI, lengths=LENGTHS, state=FP32, v_first=True),
@@ -45,7 +32,7 @@ PREFILL = pooled(
     index_dtype=torch.int32,
 )
 MODELS = [PREFILL, replace(PREFILL, name="unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, state=FP32))]
-BUFFERED = buffered(
+BUFFERED = pools.buffered(
     "prefill_buffers",
     PREFILL.why,
     replace(PREFILL.case, final=False),
@@ -62,7 +49,7 @@ BUFFER_MODELS = [
     replace(BUFFERED, name="prefill_fp32", states=FP32, final=BF16, case=replace(BUFFERED.case, v_first=False)),
     replace(BUFFERED, name="prefill_unbounded", case=replace(UNBOUNDED, lengths=LENGTHS, final=False)),
     replace(
-        BUFFERS_BY_NAME["every_h"],
+        pools.BUFFERS_BY_NAME["every_h"],
         name="many_heads",
         why="stream-K: a sequence's rows come from CTAs that share it",
         case=replace(KIMI, H=96, HV=96, K=64, V=64, lengths=(300, 70, 200, 5), h=True, final=False, v_first=True),
@@ -89,7 +76,7 @@ def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
     call = gpu_pool_call(op, pool_case, dtype, backend)
     ways = [by_pieces] if pool_case in MODELS + BUFFER_MODELS else []
     if pool_case.indices is not None and pool_case.marks is None and pool_case.rows is None:
-        ways.append(gathered_and_scattered)
+        ways.append(pools.gathered_and_scattered)
     hold_pool(op, call, ways, same_bits if op is fd.chunk_kda else nearly)
 
 
@@ -100,7 +87,9 @@ INTERPRETED = {
 }
 """Cases that `tests/gluon/test_pool.py` has alone: kernels of their own for what others here have in other combinations."""
 
-POOLS = [x for x in PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS if x.name not in INTERPRETED]
+POOLS = [
+    x for x in pools.PLAIN_POOLS + pools.CHECKPOINT_POOLS + pools.BUFFERS + pools.SPLITS if x.name not in INTERPRETED
+]
 
 
 @pytest.mark.parametrize("pool_case", POOLS + MODELS + BUFFER_MODELS, ids=pool_id)
@@ -110,14 +99,14 @@ def test_chunk_bf16(pool_case: PoolCase, backend: str):
 
 @pytest.mark.parametrize(
     ("pool_case", "dtype"),
-    in_turn([PLAIN_POOLS[3], PREFILL, BUFFERS_BY_NAME["many_offsets"], BUFFER_MODELS[1]], FP16, FP32),
+    in_turn([pools.PLAIN_POOLS[3], PREFILL, pools.BUFFERS_BY_NAME["many_offsets"], BUFFER_MODELS[1]], FP16, FP32),
     ids=case_and_dtype,
 )
 def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: str):
     check(fd.chunk_kda, pool_case, dtype, backend)
 
 
-@pytest.mark.parametrize("pool_case", [*PLAIN_POOLS, *MODELS], ids=pool_id)
+@pytest.mark.parametrize("pool_case", [*pools.PLAIN_POOLS, *MODELS], ids=pool_id)
 def test_recurrent_bf16(pool_case: PoolCase, backend: str):
     check(fd.fused_recurrent_kda, replace(pool_case, marks=None), BF16, backend)
 

@@ -13,18 +13,8 @@ from ..support.cases import BF16, BY_NAME, FP32, Case
 from ..support.inputs import TOKEN_TENSORS, sequence_calls
 from ..support.oracle import assert_close, covered_tokens, float64, one_rounding, poisoned_memory, tolerance_of
 from ..support.pools import PoolCase, hold_pool
-from .calls import (
-    CALLS_TO_A_REPLAY,
-    KIMI,
-    UNBOUNDED,
-    assert_same_bits,
-    case_and_dtype,
-    gpu_call,
-    hold_each,
-    in_turn,
-    of_sequence,
-    on_gpu,
-)
+from . import calls
+from .calls import KIMI, UNBOUNDED, assert_same_bits, gpu_call, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -57,15 +47,15 @@ def truth_of(call: dict) -> tuple:
     return fd.chunk_kda(**float64(call) | {"backend": "reference"})
 
 
-@pytest.mark.parametrize(("case", "parts"), in_turn(CASES, 2, 7, 64), ids=case_and_dtype)
+@pytest.mark.parametrize(("case", "parts"), calls.in_turn(CASES, 2, 7, 64), ids=calls.case_and_dtype)
 def test_split_is_the_recurrence(case: Case, parts: int, backend: str):
     call = gpu_call(fd.chunk_kda, case, backend=backend)
-    for _ in range(CALLS_TO_A_REPLAY):
+    for _ in range(calls.CALLS_TO_A_REPLAY):
         with poisoned_memory():
             found = fd.chunk_kda(**call | {"split": parts})
     truth = truth_of(call)
     if case.lengths:
-        hold_each(call, found, truth)
+        calls.hold_each(call, found, truth)
     hold_as_whole(call, found, fd.chunk_kda(**call | {"split": False}), truth)
 
 
@@ -123,4 +113,4 @@ def test_a_split_sequences_bits_are_its_own(lengths: tuple[int, ...], options: d
         alone = call | {name: one[name] for name in (*TOKEN_TENSORS, "initial_state")}
         alone |= {"cu_seqlens": torch.tensor([0, length], device="cuda", dtype=call["cu_seqlens"].dtype)}
         assert _planned(alone) == parts[n : n + 1]
-        assert_same_bits(of_sequence(call, results, n), fd.chunk_kda(**alone))
+        assert_same_bits(calls.of_sequence(call, results, n), fd.chunk_kda(**alone))

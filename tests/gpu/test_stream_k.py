@@ -16,18 +16,8 @@ from ..support.decoding import memory_of
 from ..support.oracle import covered_tokens, lengths_of, same_bits
 from ..support.pools import gathered_and_scattered
 from ..support.stream_k import Work
-from .calls import (
-    CALLS_TO_A_REPLAY,
-    KIMI,
-    UNBOUNDED,
-    assert_same_bits,
-    captured,
-    gpu_call,
-    in_steps,
-    lengths_between,
-    nothing_replayed,
-    poisoned,
-)
+from . import calls
+from .calls import KIMI, UNBOUNDED, assert_same_bits, gpu_call, poisoned
 from .test_pool import PREFILL, gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +29,7 @@ UNEVEN = (4096, 2048, 1024, 512, 320, 192)
 def stream_k(monkeypatch: pytest.MonkeyPatch):
     """Where it would not pay, too; by chunks."""
     monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: True)
-    with in_steps(False):
+    with calls.in_steps(False):
         yield
 
 
@@ -50,7 +40,7 @@ CASES = [
     replace(UNBOUNDED, name="unbounded", why="the other gate", H=40, HV=40, lengths=(*UNEVEN, 0, 1), unused=7),
     replace(KIMI, name="one_long", why="longer than a range", H=8, HV=8, lengths=(8000, *(530,) * 40), state=FP32),
     replace(KIMI, name="few", why="fewer tiles than SMs", H=4, HV=4, lengths=(3000, 200, 2000), state=FP32),
-    replace(KIMI, name="many", why="400 sequences", H=6, HV=6, lengths=lengths_between(3, 400, 900), state=FP32),
+    replace(KIMI, name="many", why="400 sequences", H=6, HV=6, lengths=calls.lengths_between(3, 400, 900), state=FP32),
     replace(KIMI, name="h_rows", why="the same for rows", H=80, HV=80, B=1, T=1900, h=True, state=BF16, v_first=True),
     replace(KIMI, name="narrow", why="the other head dimension", K=64, V=64, H=150, HV=150, T=1100, state=FP32),
 ]
@@ -66,7 +56,7 @@ def work_of(call: dict) -> Work:
 
 def whole_tiles(call: dict) -> tuple[torch.Tensor, ...]:
     """The results when every CTA has whole tiles."""
-    with nothing_replayed(), mock.patch.object(recurrence, "stream_k_pays", lambda problem, ctas: False):
+    with calls.nothing_replayed(), mock.patch.object(recurrence, "stream_k_pays", lambda problem, ctas: False):
         return poisoned(call)
 
 
@@ -76,7 +66,7 @@ def test_split_tiles_change_no_bit(case: Case, other_backend: str):
     call = gpu_call(fd.chunk_kda, case, BF16, other_backend) | {"split": False}
     assert work_of(call).carries > 0
     want = whole_tiles(call)
-    for _ in range(CALLS_TO_A_REPLAY + 1):
+    for _ in range(calls.CALLS_TO_A_REPLAY + 1):
         assert_same_bits(poisoned(call), want, covered_tokens(call))
 
 
@@ -93,7 +83,7 @@ POOL = replace(
 @pytest.mark.parametrize("v_first", [False, True])
 def test_split_tiles_of_a_pool(v_first: bool, dtype: torch.dtype, other_backend: str):
     pool_case = replace(POOL, case=replace(POOL.case, v_first=v_first, state=dtype))
-    for seed in range(CALLS_TO_A_REPLAY + 2):
+    for seed in range(calls.CALLS_TO_A_REPLAY + 2):
         call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, other_backend, seed)
         assert work_of(call).carries > 0
         want = gathered_and_scattered(fd.chunk_kda, call)
@@ -107,7 +97,7 @@ def test_a_graph_splits_anew_at_every_replay(other_backend: str):
     case = replace(KIMI, H=48, HV=48, lengths=layouts[0], state=FP32, v_first=True)
     call = gpu_call(fd.chunk_kda, case, BF16, other_backend)
     out = torch.full_like(call["v"], torch.nan)
-    graph, results = captured(lambda: fd.chunk_kda(**call, out=out))
+    graph, results = calls.captured(lambda: fd.chunk_kda(**call, out=out))
     for lengths in layouts * 3:
         call["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
         want = poisoned(call)

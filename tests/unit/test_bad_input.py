@@ -12,27 +12,17 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta.problem import device_checks
 
+from ..full import FULL
+from ..support import refusals
 from ..support.cases import BY_NAME, CASES, Case, case_id
 from ..support.inputs import make_call
 from ..support.oracle import CHUNK_ONLY, as_recurrent, same_bits
-from ..support.refusals import (
-    FORWARD,
-    REFUSED,
-    REFUSED_IF_CHECKED,
-    Refusal,
-    good_call,
-    marks,
-    offsets,
-    option_axes,
-    refusals,
-    tensor_axes,
-)
 from .conftest import Started
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
-every_refusal = pytest.mark.parametrize("refusal", refusals(REFUSED, *tensor_axes(), *option_axes()))
-both = pytest.mark.parametrize("op", FORWARD)
+REFUSALS = refusals.refusals(refusals.REFUSED, *refusals.tensor_axes(), *refusals.option_axes())
+both = pytest.mark.parametrize("op", refusals.FORWARD)
 
 
 def raise_answer(answer: fd.Support) -> None:
@@ -40,8 +30,8 @@ def raise_answer(answer: fd.Support) -> None:
     raise ValueError(answer.reason)
 
 
-@every_refusal
-def test_refused_with_a_message_that_says_all(refusal: Refusal):
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_refused_with_a_message_that_says_all(refusal: refusals.Refusal):
     """Operator, `explain` and `supports` refuse; nothing is written. What is wanted without gradients runs without them."""
     good, call = refusal.calls()
     assert fd.supports(refusal.op, **good)
@@ -58,8 +48,8 @@ def test_refused_with_a_message_that_says_all(refusal: Refusal):
             refusal.op(**call)
 
 
-@every_refusal
-def test_a_replay_refuses_the_same(refusal: Refusal, pretended: Started):
+@pytest.mark.parametrize("refusal", REFUSALS[:: 2 - FULL])
+def test_a_replay_refuses_the_same(refusal: refusals.Refusal, pretended: Started):
     good, call = ({"backend": "triton"} | x for x in refusal.calls())
     for i in range(2):
         pretended.clear()
@@ -82,7 +72,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in UNKNOWN.items() for name in names])
 def test_unknown_argument_is_an_error(op: Callable, name: str):
-    call = good_call(op, "plain")
+    call = refusals.good_call(op, "plain")
     for run in (op, lambda **arguments: fd.explain(op, **arguments)):
         with pytest.raises(TypeError, match=f"'{name}'"):
             run(**call, **{name: None})
@@ -102,7 +92,7 @@ def test_unknown_argument_is_an_error(op: Callable, name: str):
 def test_triton_backend_says_why_not(interpreted: str, changes: dict, why: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     with pytest.raises(ValueError, match=rf"^backend must be .*{why}.*; got 'triton'"):
-        fd.chunk_kda(**good_call(fd.chunk_kda, "plain") | changes, backend="triton")
+        fd.chunk_kda(**refusals.good_call(fd.chunk_kda, "plain") | changes, backend="triton")
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
@@ -110,11 +100,11 @@ def test_without_triton_it_is_what_lacks(backend: str, monkeypatch: pytest.Monke
     """And not TRITON_INTERPRET=1, which needs it."""
     monkeypatch.setattr("flashdelta.backends.has_triton", lambda: False)
     monkeypatch.setattr("flashdelta.backends._cached_capability", lambda index: (9, 0))
-    explained = fd.explain(fd.chunk_kda, **good_call(fd.chunk_kda, "plain"), device="cuda")
+    explained = fd.explain(fd.chunk_kda, **refusals.good_call(fd.chunk_kda, "plain"), device="cuda")
     assert {v.backend: v.reason for v in explained.verdicts}[backend] == "Triton is not installed"
     if backend == "triton":
         with pytest.raises(ValueError, match=r"^backend must be .*\(triton: Triton is not installed\); got 'triton'"):
-            fd.chunk_kda(**good_call(fd.chunk_kda, "plain"), backend=backend)
+            fd.chunk_kda(**refusals.good_call(fd.chunk_kda, "plain"), backend=backend)
 
 
 BAD_RECORDS = {
@@ -134,8 +124,8 @@ def test_replay_buffer_refuses_by_name(name: str, value: object):
 # ---- values on the device ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refusal", refusals(REFUSED_IF_CHECKED))
-def test_values_on_the_device_are_refused_if_checked(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("refusal", refusals.refusals(refusals.REFUSED_IF_CHECKED))
+def test_values_on_the_device_are_refused_if_checked(refusal: refusals.Refusal, monkeypatch: pytest.MonkeyPatch):
     """Where values are not checked they touch nothing outside the tensors."""
     monkeypatch.setattr(device_checks, "ENABLED", True)
     good, call = refusal.calls()
@@ -153,18 +143,19 @@ def test_values_on_the_device_are_refused_if_checked(refusal: Refusal, monkeypat
 
 
 NULL = {
-    "below 0": {"state_indices": offsets(-1, -1, -9)},
-    "slot 0 reserved": {"state_indices": offsets(0, 0, 0), "null_index": "non_positive"},
-    "checkpoints": marks([[16, 0], [0, 0], [16, 32]], [[0, 0], [9, 9], [-1, 3]]),
+    "below 0": {"state_indices": refusals.offsets(-1, -1, -9)},
+    "slot 0 reserved": {"state_indices": refusals.offsets(0, 0, 0), "null_index": "non_positive"},
+    "checkpoints": refusals.marks([[16, 0], [0, 0], [16, 32]], [[0, 0], [9, 9], [-1, 3]]),
 }
 
 
 @pytest.mark.parametrize(
-    ("op", "name"), [(op, name) for op in FORWARD for name in NULL if op is fd.chunk_kda or name != "checkpoints"]
+    ("op", "name"),
+    [(op, name) for op in refusals.FORWARD for name in NULL if op is fd.chunk_kda or name != "checkpoints"],
 )
 def test_null_indices_pass_the_check(op: Callable, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_checks, "ENABLED", True)
-    op(**good_call(op, "three") | NULL[name])
+    op(**refusals.good_call(op, "three") | NULL[name])
 
 
 # ---- inputs are never written, out is ------------------------------------------------------------------------------
@@ -186,7 +177,7 @@ def test_inputs_are_never_written(case: Case, op: Callable):
 @both
 def test_out_may_be_a_strided_view(op: Callable):
     """Beside v in one buffer too, as long as the two don't touch."""
-    call = good_call(op, "plain")
+    call = refusals.good_call(op, "plain")
     want, _ = op(**call)
     buffer = torch.full((2, 70, 2, 2, 64), torch.nan)
     buffer[0, :, :, 0] = call["v"][0]

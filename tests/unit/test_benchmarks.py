@@ -24,6 +24,7 @@ from benchmarks.run import Row, Setup
 from benchmarks.workloads import decode_row, layer_call_row, layer_step_row, model, served, spread_row, verify_row
 
 from ..full import FULL
+from ..support.forked import imported_once
 from ..support.timers import FakeTimer
 
 PROGRAMS = ("prefill", "decode", "train", "layer", "ranks")
@@ -73,7 +74,8 @@ def setup_of(**changes: object) -> Setup:
 @pytest.mark.parametrize(("program", "row"), EACH, ids=lambda x: getattr(x, "name", x))
 def test_a_row_is_checked_and_timed(program: str, row: Row, tmp_path: Path):
     asked = importlib.import_module(f"benchmarks.{program}").PROGRAM
-    (found,) = run.measure_all(asked, [row], setup_of(), tmp_path / "x.json")
+    with imported_once():
+        (found,) = run.measure_all(asked, [row], setup_of(), tmp_path / "x.json")
     ours = found["contenders"]["ours"]
     assert ours["problem"] is None and max(ours["error"].values()) < 2e-2
     times = [ours.get(f"{graph}{kind}_ms") for graph in ("", "graph_") for kind in ("cold", "sustained")]

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from ..full import FULL
+
 pytestmark = pytest.mark.slow
 
 INTERRUPTED = "flashdelta: interrupted"
@@ -23,7 +25,7 @@ def command(*arguments: str, before: str = "", **environment: str) -> subprocess
 CLI = "typer rich safetensors numpy"
 WITHOUT = {
     "typer": ("doctor --device cpu", CLI),
-    "rich": ("doctor --device cpu", CLI),
+    **({"rich": ("doctor --device cpu", CLI)} if FULL else {}),
     "safetensors": ("demo --device cpu --tokens 1", CLI),
     "triton": ("export --out out --arch sm_90", "triton"),
 }
@@ -52,7 +54,7 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("name", ["torch", "flashdelta.tools.cli", "typer", "flashdelta.tools.cli.verify"])
+@pytest.mark.parametrize("name", ["torch", "flashdelta.tools.cli.verify", *["flashdelta.tools.cli", "typer"] * FULL])
 def test_ctrl_c_while_modules_are_imported(name: str):
     done = command("verify", "--device", "cpu", before=IN_AN_IMPORT.format(name=name))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{INTERRUPTED}\n")

@@ -9,18 +9,9 @@ import torch
 
 import flashdelta as fd
 
+from ..support import decoding_checks as checks
 from ..support.cases import BF16, FP32, case_id
 from ..support.decoding import BY_NAME, STEPS, Step, make_step, memory_of
-from ..support.decoding_checks import (
-    OTHER_ROUNDS,
-    RECORD_CHECKS,
-    REPLAYED,
-    check_commit,
-    check_replay,
-    check_rounds,
-    check_step,
-    commit_call,
-)
 from ..support.held import run_held
 from ..support.inputs import HARD
 from ..support.oracle import same_bits
@@ -33,7 +24,7 @@ FP64 = torch.float64
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
 @pytest.mark.parametrize("step", STEPS, ids=case_id)
 def test_reference_is_the_recurrence(step: Step, dtype: torch.dtype):
-    check_step(fd.recurrent_kda, step, dtype, "reference")
+    checks.check_step(fd.recurrent_kda, step, dtype, "reference")
 
 
 # ---- commit ---------------------------------------------------------------------------------------------------------
@@ -43,36 +34,36 @@ def test_reference_is_the_recurrence(step: Step, dtype: torch.dtype):
 @pytest.mark.parametrize("rows", [None, (1, 0, 5, 2), (-1, 0, 6, 2), (0, 1, 2, 3)], ids=str)
 def test_commit_copies_the_accepted_states(rows: tuple[int, ...] | None, state: torch.dtype):
     null = "non_positive" if rows == (0, 1, 2, 3) else "negative"  # where slot 0 is reserved
-    check_commit(commit_call(state, rows) | {"null_index": null}, "reference")
+    checks.check_commit(checks.commit_call(state, rows) | {"null_index": null}, "reference")
 
 
 def test_commit_of_nothing():
-    call = commit_call()
+    call = checks.commit_call()
     for names in (("ssm_state_indices", "num_accepted_tokens"), ("intermediate_states",), ("initial_state",)):
         fd.commit(**call | {name: call[name][:0] for name in names})
-    assert same_bits(memory_of(call["initial_state"]), memory_of(commit_call()["initial_state"]))
+    assert same_bits(memory_of(call["initial_state"]), memory_of(checks.commit_call()["initial_state"]))
 
 
 # ---- replay ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
-@pytest.mark.parametrize("step", REPLAYED, ids=case_id)
+@pytest.mark.parametrize("step", checks.REPLAYED, ids=case_id)
 def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
     if dtype == FP64 and step.state == BF16:
         pytest.skip("records are float32 then")
-    check_replay(step, dtype, "reference")
+    checks.check_replay(step, dtype, "reference")
 
 
-@pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
+@pytest.mark.parametrize("other", checks.OTHER_ROUNDS, ids=str)
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: dict):
-    check_rounds(60, "reference", state=state, **other)
+    checks.check_rounds(60, "reference", state=state, **other)
 
 
-@pytest.mark.parametrize("name", RECORD_CHECKS)
+@pytest.mark.parametrize("name", checks.RECORD_CHECKS)
 def test_records(name: str):
-    RECORD_CHECKS[name](backend="reference")
+    checks.RECORD_CHECKS[name](backend="reference")
 
 
 # ---- laws -----------------------------------------------------------------------------------------------------------

@@ -13,16 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
-from flashdelta.nn import (
-    KdaCache,
-    KdaLanguageModel,
-    KimiDeltaAttention,
-    LanguageModelConfig,
-    export_weights,
-    import_weights,
-    load_model,
-    save_model,
-)
+from flashdelta import nn
 from flashdelta.nn.attention import MAX_STEP_TOKENS
 from flashdelta.nn.lm import VOCABULARY, encode
 from flashdelta.nn.weights import FORMS
@@ -51,10 +42,10 @@ PIECES = {
 }
 
 
-def tiny_model(**changes) -> KdaLanguageModel:
+def tiny_model(**changes) -> nn.KdaLanguageModel:
     torch.manual_seed(0)
-    config = LanguageModelConfig(**{"hidden_size": 32, "num_layers": 2, "num_heads": 1, "num_v_heads": 2, **changes})
-    return KdaLanguageModel(config, chunk_size=32, backend="reference")
+    config = nn.LanguageModelConfig(**{"hidden_size": 32, "num_layers": 2, "num_heads": 1, "num_v_heads": 2, **changes})
+    return nn.KdaLanguageModel(config, chunk_size=32, backend="reference")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ BAD = {
 @pytest.mark.parametrize(("name", "value"), [(name, x) for name, values in BAD.items() for x in values])
 def test_bad_layer_arguments_are_named(name: str, value: object) -> None:
     with pytest.raises((ValueError, TypeError), match=rf"^{name}\b.*got "):
-        KimiDeltaAttention(48, **{"num_heads": 2, "head_dim": 32, name: value})
+        nn.KimiDeltaAttention(48, **{"num_heads": 2, "head_dim": 32, name: value})
 
 
 def test_bad_inputs_are_named(tmp_path: Path) -> None:
@@ -149,17 +140,17 @@ def test_bad_inputs_are_named(tmp_path: Path) -> None:
         ("x", lambda: layer(torch.randn(2, 10, 47))),
         ("x", lambda: layer([1.0])),
         ("cache", lambda: layer(x, (good.conv, good.state))),
-        ("cache", lambda: layer(x, KdaCache(None, None))),
+        ("cache", lambda: layer(x, nn.KdaCache(None, None))),
         ("cu_seqlens", lambda: layer(x.view(1, 2, 48), cu_seqlens=[0, 1, 2])),
         ("cache", lambda: layer(torch.randn(3, 1, 48), good)),
-        ("cache.state", lambda: layer(x, KdaCache(good.conv, good.state[:1]))),
+        ("cache.state", lambda: layer(x, nn.KdaCache(good.conv, good.state[:1]))),
         ("slots", lambda: layer.make_pool(slots=0)),
         ("state_dtype", lambda: layer.make_pool(slots=1, state_dtype=torch.float16)),
         ("tokens", lambda: model(tokens[0])),
         ("caches", lambda: model(tokens[:, :1], caches[:1])),
         ("temperature", lambda: model.generate(tokens, 2, temperature=-1.0)),
-        ("path", lambda: load_model(tmp_path / "other.safetensors")),
-        ("path", lambda: load_model(Path("absent.safetensors"))),
+        ("path", lambda: nn.load_model(tmp_path / "other.safetensors")),
+        ("path", lambda: nn.load_model(Path("absent.safetensors"))),
     ):
         with pytest.raises((ValueError, TypeError, FileNotFoundError), match=rf"^{name}\b.*got "):
             run()
@@ -185,8 +176,8 @@ def test_generate_is_reproducible_and_greedy_at_zero_temperature() -> None:
 @torch.no_grad()
 def test_saved_model_loads_the_same(tmp_path: Path) -> None:
     model, path = tiny_model(), tmp_path / "model.safetensors"
-    save_model(model, path, torch.float32)
-    loaded = load_model(path, backend="reference", chunk_size=32)
+    nn.save_model(model, path, torch.float32)
+    loaded = nn.load_model(path, backend="reference", chunk_size=32)
     tokens = torch.randint(len(VOCABULARY), (1, 20))
     assert loaded.config == model.config
     assert torch.equal(loaded(tokens)[0], model(tokens)[0])
@@ -219,27 +210,27 @@ def test_weights_go_and_come_back(heads: dict, form: str):
     layer, other = make_layer(F64, **heads), make_layer(F64, seed=1, **heads)
     x = rows(1, 40, dtype=F64, device="cpu")
     assert not torch.equal(other(x)[0], layer(x)[0])
-    other.load_state_dict(import_weights(export_weights(layer, form)))
+    other.load_state_dict(nn.import_weights(nn.export_weights(layer, form)))
     assert torch.equal(other(x)[0], layer(x)[0])
 
 
 def test_weights_that_are_no_layers_are_named():
-    weights = export_weights(make_layer(F64), "fla")
+    weights = nn.export_weights(make_layer(F64), "fla")
     lacking = [{key: x for key, x in weights.items() if key != name} for name in ("q_proj.weight", "k_conv1d.weight")]
     for bad in (weights | {"q_norm.weight": torch.ones(1)}, *lacking):
         with pytest.raises(ValueError, match=r"^weights\b.*got "):
-            import_weights(bad)
+            nn.import_weights(bad)
     with pytest.raises(ValueError, match=r"^form\b.*got 'jax'"):
-        export_weights(make_layer(F64), "jax")
+        nn.export_weights(make_layer(F64), "jax")
 
 
 def test_flas_layer_has_these_weights():
     """Names, shapes and dtypes of its state dict, with a bias at the output gate."""
     fla = pytest.importorskip("fla.layers.kda")
     theirs = fla.KimiDeltaAttention(HIDDEN, head_dim=32, num_heads=2, num_v_heads=4, conv_bias=True)
-    ours = KimiDeltaAttention(HIDDEN, 2, 4, 32, gate="softplus", conv_bias=True, output_gate_bias=True)
-    ours.load_state_dict(import_weights(theirs.state_dict()))
-    back = export_weights(ours, "fla")
+    ours = nn.KimiDeltaAttention(HIDDEN, 2, 4, 32, gate="softplus", conv_bias=True, output_gate_bias=True)
+    ours.load_state_dict(nn.import_weights(theirs.state_dict()))
+    back = nn.export_weights(ours, "fla")
     assert {name: (x.shape, x.dtype) for name, x in back.items()} == {
         name: (x.shape, x.dtype) for name, x in theirs.state_dict().items()
     }
@@ -261,11 +252,11 @@ def test_hugging_faces_layer_computes_the_same(monkeypatch: pytest.MonkeyPatch):
     for name, parameter in theirs.named_parameters():
         if "dt_bias" in name or "A_log" in name:
             parameter.uniform_(-2.0, 0.0)
-    ours = KimiDeltaAttention(HIDDEN, 2, head_dim=32, gate="softplus", norm_eps=config.rms_norm_eps)
-    ours.load_state_dict(import_weights(theirs.state_dict()))
+    ours = nn.KimiDeltaAttention(HIDDEN, 2, head_dim=32, gate="softplus", norm_eps=config.rms_norm_eps)
+    ours.load_state_dict(nn.import_weights(theirs.state_dict()))
     x = rows(2, 70, dtype=torch.float32, device="cpu")
     torch.testing.assert_close(ours(x)[0], theirs(x), rtol=1e-4, atol=1e-5)
-    theirs.load_state_dict(export_weights(ours, "transformers"))
+    theirs.load_state_dict(nn.export_weights(ours, "transformers"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

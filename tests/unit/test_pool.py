@@ -12,25 +12,17 @@ import flashdelta as fd
 from flashdelta.reference.sequences import chunk_slots
 from flashdelta.runtime.call import check
 
+from ..support import pools
 from ..support.cases import FP32
 from ..support.oracle import same_bits
-from ..support.pools import (
-    BUFFERS,
-    BUFFERS_BY_NAME,
-    CHECKPOINT_POOLS,
-    PLAIN_POOLS,
-    SPLITS,
-    PoolCase,
-    call_for,
-    hold_pool,
-    pool_call,
-    with_memory_of_its_own,
-)
+from ..support.pools import PoolCase, call_for, hold_pool, pool_call, with_memory_of_its_own
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
-ALL = [(fd.chunk_kda, pool_case) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS + SPLITS]
-ALL += [(fd.fused_recurrent_kda, x) for x in PLAIN_POOLS + BUFFERS if x.marks is None and x.every is None]
+ALL = [
+    (fd.chunk_kda, pool_case) for pool_case in pools.PLAIN_POOLS + pools.CHECKPOINT_POOLS + pools.BUFFERS + pools.SPLITS
+]
+ALL += [(fd.fused_recurrent_kda, x) for x in pools.PLAIN_POOLS + pools.BUFFERS if x.marks is None and x.every is None]
 
 
 def op_and_case(value: object) -> str | None:
@@ -46,9 +38,9 @@ def test_pool_call_is_the_recurrence(op, pool_case: PoolCase, dtype: torch.dtype
     hold_pool(op, call_for(op, pool_case, dtype))
 
 
-@pytest.mark.parametrize("name", [x.name for x in BUFFERS + SPLITS if x.every is not None])
+@pytest.mark.parametrize("name", [x.name for x in pools.BUFFERS + pools.SPLITS if x.every is not None])
 def test_regular_checkpoints_change_no_bit(name: str):
-    call = pool_call(BUFFERS_BY_NAME[name])
+    call = pool_call(pools.BUFFERS_BY_NAME[name])
     plain = {name: x for name, x in with_memory_of_its_own(call).items() if not name.startswith("checkpoint")}
     assert all(same_bits(x, y) for x, y in zip(fd.chunk_kda(**call), fd.chunk_kda(**plain), strict=True))
 

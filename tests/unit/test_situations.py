@@ -19,15 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flashdelta as fd
-from flashdelta.nn import (
-    KdaLanguageModel,
-    KimiDeltaAttention,
-    LanguageModelConfig,
-    export_weights,
-    import_weights,
-    load_model,
-    save_model,
-)
 from flashdelta.nn.heads import SPLIT
 from flashdelta.tools.files import in_bytes
 
@@ -155,21 +146,25 @@ def wide_filters() -> None:
 
 
 def no_model(file: Path) -> None:
-    model = KdaLanguageModel(LanguageModelConfig(hidden_size=32, num_layers=1, num_heads=1, num_v_heads=1))
-    save_model(model, file)
+    model = fd.nn.KdaLanguageModel(fd.nn.LanguageModelConfig(hidden_size=32, num_layers=1, num_heads=1, num_v_heads=1))
+    fd.nn.save_model(model, file)
     whole = file.read_bytes()
     with safe_open(str(file), framework="pt") as saved:
         metadata = saved.metadata()
     for content in (b"", b"no tensors", whole[: len(whole) // 2]):
         file.write_bytes(content)
-        refused((lambda: load_model(file), "path must be a file that save_model wrote; got '.*no safetensors file"))
+        refused(
+            (lambda: fd.nn.load_model(file), "path must be a file that save_model wrote; got '.*no safetensors file")
+        )
     save_file({"embedding.weight": torch.zeros(3, 32)}, str(file), metadata)
-    refused((lambda: load_model(file), "path must be a file that save_model wrote; got '.*weights of another shape"))
+    refused(
+        (lambda: fd.nn.load_model(file), "path must be a file that save_model wrote; got '.*weights of another shape")
+    )
 
 
 def model_inputs() -> None:
-    config = LanguageModelConfig(hidden_size=32, num_layers=2, num_heads=1, num_v_heads=1)
-    model, tokens = KdaLanguageModel(config).requires_grad_(False), torch.zeros(2, 3, dtype=torch.int64)
+    config = fd.nn.LanguageModelConfig(hidden_size=32, num_layers=2, num_heads=1, num_v_heads=1)
+    model, tokens = fd.nn.KdaLanguageModel(config).requires_grad_(False), torch.zeros(2, 3, dtype=torch.int64)
     own, pools = {"slots": torch.tensor([0, 1])}, model.make_pools(3)
     refused(
         (lambda: model(tokens, pools=pools[:1], **own), "pools must be one per layer = 2; got 1"),
@@ -182,15 +177,15 @@ def model_inputs() -> None:
         (lambda: model.generate(tokens, 2.5), "tokens must be an int; got 2.5"),
         (lambda: model.generate(tokens, 1, temperature=float("nan")), "temperature must be a finite float"),
         (lambda: model.generate(tokens, 1, temperature="hot"), "temperature must be a float"),
-        (lambda: KdaLanguageModel(replace(config, num_layers=0)), "num_layers must be at least 1; got 0"),
-        (lambda: KdaLanguageModel(replace(config, mlp_size="3")), "mlp_size must be an int; got '3'"),
-        (lambda: KdaLanguageModel(None), "config must be a LanguageModelConfig; got None"),
-        (lambda: save_model(model, "x", torch.int8), "dtype must be a dtype of floats; got torch.int8"),
-        (lambda: save_model(model, "."), "path must be a file that can be written; got '.'"),
-        (lambda: load_model("x", device="nowhere"), "device must be a device such as cuda"),
-        (lambda: load_model("x", dtype=torch.int8), "dtype must be a dtype of floats; got torch.int8"),
-        (lambda: import_weights(3), "weights must be a state dict; got 3"),
-        (lambda: export_weights(model, "fla"), "layer must be a KimiDeltaAttention; got KdaLanguageModel"),
+        (lambda: fd.nn.KdaLanguageModel(replace(config, num_layers=0)), "num_layers must be at least 1; got 0"),
+        (lambda: fd.nn.KdaLanguageModel(replace(config, mlp_size="3")), "mlp_size must be an int; got '3'"),
+        (lambda: fd.nn.KdaLanguageModel(None), "config must be a LanguageModelConfig; got None"),
+        (lambda: fd.nn.save_model(model, "x", torch.int8), "dtype must be a dtype of floats; got torch.int8"),
+        (lambda: fd.nn.save_model(model, "."), "path must be a file that can be written; got '.'"),
+        (lambda: fd.nn.load_model("x", device="nowhere"), "device must be a device such as cuda"),
+        (lambda: fd.nn.load_model("x", dtype=torch.int8), "dtype must be a dtype of floats; got torch.int8"),
+        (lambda: fd.nn.import_weights(3), "weights must be a state dict; got 3"),
+        (lambda: fd.nn.export_weights(model, "fla"), "layer must be a KimiDeltaAttention; got KdaLanguageModel"),
         (lambda: fd.explain(fd.commit, *[tokens] * 4, device="nowhere"), "device must be a device such as cuda"),
     )
 
@@ -269,12 +264,12 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def by_heads(layer: KimiDeltaAttention, ranks: int) -> KimiDeltaAttention:
+def by_heads(layer: fd.nn.KimiDeltaAttention, ranks: int) -> fd.nn.KimiDeltaAttention:
     plan = {name: ColwiseParallel() for name in SPLIT} | {"o_proj": RowwiseParallel()}
     return parallelize_module(layer, init_device_mesh("cpu", (ranks,)), plan)
 
 
-def run_layer(layer: KimiDeltaAttention) -> dict[str, Tensor]:
+def run_layer(layer: fd.nn.KimiDeltaAttention) -> dict[str, Tensor]:
     """Outputs of every way to run it, and gradients."""
     x = rows(1, 40, dtype=F32, device="cpu").requires_grad_()
     y, _ = layer(x, cu_seqlens=OFFSETS)
