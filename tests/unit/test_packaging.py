@@ -110,7 +110,7 @@ ALL = """if True:
         except SystemExit as end:
             assert not end.code, command
 """
-COMMANDS = ("verify --quick --device cpu", "demo --device cpu --tokens 5")
+COMMANDS = ("doctor --device cpu", "verify --quick --device cpu", "demo --device cpu --tokens 5")
 EXPORT = "export --out out --arch=sm_90 --op=decode_bf16 --size=64,64,32 --gate=none"
 
 
