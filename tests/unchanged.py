@@ -57,8 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    config, now = session.config, state(session.config.rootpath)
-    if hasattr(config, "workerinput") or now is None or now != config.stash[STATE]:
+    config, now = session.config, session.config.stash[STATE]
+    if hasattr(config, "workerinput") or now is None or now != state(config.rootpath):
         return
     before = passed_before(config)
     config.cache.set(KEY, {now: sorted(before | _passed)})

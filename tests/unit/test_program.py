@@ -402,7 +402,7 @@ def test_a_replay_refuses_shared_memory(pretended: Started):
 
 
 def test_tensors_of_a_workspace_are_aligned():
-    """Each begins a cache line, whatever the tensor before it is long."""
+    """Each begins a cache line, however long the tensor before it is."""
     layout = {name: ((n,), torch.int32) for n, name in enumerate("abcde", start=1)}
     workspace = Workspace.allocate(layout, slots(q=torch.zeros(1)).memory)
     tensors = [workspace[name] for name in layout]

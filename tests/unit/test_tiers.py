@@ -21,8 +21,6 @@ from ..mutants import MUTANTS, ROOT
 
 CASES = 12
 
-TEXT = {"capture_output": True, "text": True}
-
 
 def run(*arguments: str) -> int:
     return runner.main([*arguments, "--device", "cpu", "--seconds", "600"])
@@ -103,12 +101,11 @@ def test_what_passed_on_this_very_tree_is_left_out(tmp_path: Path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / ".gitignore").write_text("__pycache__\n.pytest_cache\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
     def outcome() -> tuple[int, str]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.unchanged", "test_it.py"]
-        found = subprocess.run(command, cwd=tmp_path, env=env, **TEXT)
+        found = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         return found.returncode, found.stdout.splitlines()[-1].rpartition(" in ")[0]
 
     assert outcome() == (1, "1 failed, 1 passed")
