@@ -69,10 +69,15 @@ def hold(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert not wrong, wrong
 
 
+def in_a_row(device: str) -> range:
+    """Seeds of calls of which the first is recorded and the others replay it. Interpreted ones are slow."""
+    return range(3 if FULL or device != "cpu" else 2)
+
+
 def check_row(row: Row, backend: str, layouts: dict[str, str], replays: Replays, device: str = "cpu") -> None:
     """The first call is recorded and the others replay it, each with other numbers, in memory that held NaN."""
     first = list[str]()
-    for seed in range(3 if FULL or device != "cpu" else 2):
+    for seed in in_a_row(device):
         call = laid_out(row, fresh(row, seed, device), layouts)
         want = truth_of(row, call, layouts, seed)
         replays.clear()
@@ -180,7 +185,7 @@ def loss_gradients(call: dict, loss: Callable, wrap: Callable = lambda step: ste
 
 
 def check_loss(loss: str, backend: str, wrap: Callable = lambda step: step, device: str = "cpu") -> None:
-    for seed in range(3 if FULL or device != "cpu" else 2):
+    for seed in in_a_row(device):
         call = fresh(BY_NAME["chunk backward"], seed, device) | {"disable_recompute": wrap is packed_and_unpacked}
         want = loss_gradients(float64(call) | {"backend": "reference"}, LOSSES[loss])
         with poisoned_memory():
