@@ -107,9 +107,9 @@ class Plan(Entry):
         self.count = len(tensors)
         if written is not None:
             self.writes, self.refuse = written.places, written.refuse
-            sizes = [0 if x is None else extent(x) for x in tensors]
-            pairs = [(i, [(j, sizes[j]) for j in others if sizes[j]]) for i, others in written.pairs if sizes[i]]
-            self.disjoint = [(i, sizes[i], others) for i, others in pairs if others]
+            for i, others in written.pairs:
+                if (size := bytes_of(tensors[i])) and (read := [(j, n) for j in others if (n := bytes_of(tensors[j]))]):
+                    self.disjoint.append((i, size, read))
 
     def _prepare(self) -> list[Bound]:
         """Works out, for every step, where its arguments lie, and what comes and goes with it."""
@@ -220,3 +220,7 @@ def _prepared(step: Step) -> Prepared:
     packets = step.packet, step.packets
     tensors, nbytes = [(i, address_of(x)) for i, x in enumerate(packets)], [x.nbytes for x in packets]
     return Prepared(step.act, [step.group, step.way, step.to], tensors, [], nbytes)
+
+
+def bytes_of(x: Tensor | None) -> int:
+    return 0 if x is None else extent(x)

@@ -101,9 +101,9 @@ class Workspace(dict[str, Tensor]):
     def __init__(self, layout: Layout, buffer: Tensor, beside: Mapping[str, Tensor] | None = None):
         super().__init__()
         self.buffer, address = buffer, buffer.storage_offset()
-        for name, kind in layout.items():
-            x = self[name] = tensor_at(address, *kind)
-            address += -(-x.nbytes // LINE) * LINE
+        for (name, kind), nbytes in zip(layout.items(), sizes(layout)):
+            self[name] = tensor_at(address, *kind)
+            address += nbytes
         self.update(beside or {})
 
     @classmethod

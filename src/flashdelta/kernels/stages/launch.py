@@ -99,7 +99,7 @@ def parameters(kernel: Callable[..., object]) -> tuple[tuple[str, bool, str, int
 
 
 def plain_stride(name: str, x: Tensor, axis: int) -> int:
-    return x.stride(axis)
+    return x.stride()[axis]
 
 
 def bind(
@@ -138,8 +138,7 @@ FAR = 2**31
 
 def near(x: Tensor, unit: int) -> bool:
     """Says whether strides fit, in multiples of `unit` elements."""
-    strides = x.stride()
-    return max(strides, default=0) < FAR * unit or all([n == 1 or s < FAR * unit for n, s in zip(x.shape, strides)])
+    return all([s < FAR * unit or n == 1 for n, s in zip(x.shape, x.stride())])
 
 
 def aligned(x: Tensor, unit: int = 8) -> bool:
@@ -151,7 +150,7 @@ def aligned(x: Tensor, unit: int = 8) -> bool:
 
 def stride_div8(name: str, x: Tensor, axis: int) -> int:
     """A stride in units of 8 elements, of beta in elements. One row of a batch may have any stride, which nobody needs."""
-    stride = x.stride(axis) if axis > 0 or x.shape[0] > 1 else 0
+    stride = x.stride()[axis] if axis > 0 or x.shape[0] > 1 else 0
     return stride if name == "beta" else stride // 8
 
 
