@@ -523,6 +523,13 @@ WAYS = {
 PACKED = [(make, way) for make in (kimi, ling, Headed) for way in WAYS] + [(kda, "FLA's name")]
 
 
+def test_no_packed_convolution_by_the_reference_off_the_cpu():
+    run = packing.packed_convolution(lambda *_: None, lambda: True)
+    offsets, x = (torch.zeros(size, dtype=torch.int32, device="meta") for size in (3, (1, 8, 16)))
+    with pytest.raises(ValueError, match="backend must be one whose kernels run this call"):
+        run(x.double(), x[0, :, :4].double(), cu_seqlens=offsets)
+
+
 @pytest.mark.parametrize(("make", "way"), PACKED)
 def test_packed_documents_are_documents_by_themselves(make: Callable, way: str, counted: list[str]):
     """ms-swift #9618, transformers #46093, slime #1686: logits, and every gradient, packed and padded on the left."""
