@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
@@ -19,7 +22,7 @@ from flashdelta.parallel import context_parallel, halo
 from flashdelta.problem import device_checks
 
 from ..support.cases import Case
-from ..support.examples import trains_on_one_curve
+from ..support.examples import TRAIN_PARALLEL
 from ..support.forked import imported_once
 from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.layers import make_layer, rows
@@ -241,10 +244,24 @@ def hold_layer(wanted: Found, parts: list[Found]) -> None:
         torch.testing.assert_close(joined, x, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.slow
+def train(*arguments: str) -> int:
+    """Runs the example's command in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TRAIN_PARALLEL.parent)
+        patch.setattr(sys, "argv", [TRAIN_PARALLEL.name, *arguments])
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        return importlib.import_module(TRAIN_PARALLEL.stem).main()
+
+
 def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
-    """The example, by torchrun."""
-    trains_on_one_curve(tmp_path, 1e-5, {"CUDA_VISIBLE_DEVICES": ""})
+    """The example, in processes that torchrun's launcher forks."""
+    steps, one = ("--steps", "6", "--tokens", "128"), tmp_path / "one.json"
+    assert train(*steps, "--losses", str(one)) == 0
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="forkserver")
+    with imported_once():
+        codes = elastic_launch(config, train)(*steps, "--compare", str(one), "--tolerance", "1e-5")
+    losses = json.loads(one.read_text())
+    assert codes == {0: 0, 1: 0} and losses[-1] < losses[0] - 0.5
 
 
 def test_a_group_that_was_destroyed_is_refused():
