@@ -1,4 +1,4 @@
-"""The same over processes: three of them, and gloo. What they compute is put together and compared here."""
+"""The same over processes: four of them, and gloo. What they compute is put together and compared here."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from flashdelta.nn import KimiDeltaAttention
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.problem import device_checks
 
+from ..full import FULL
 from ..support.cases import Case
 from ..support.examples import TRAIN_PARALLEL
 from ..support.forked import imported_once
@@ -43,6 +44,11 @@ def cut_of(name: str) -> Cut:
     return Cut(call, RANKS, incoming_of(call))
 
 
+def compiling(group: dist.ProcessGroup) -> dict:
+    """Two of the ranks compile, the last one among them; the others make the same exchanges."""
+    return {"fullgraph": True, "backend": "aot_eager", "disable": group.rank() not in (1, RANKS - 1) and not FULL}
+
+
 def compiled(cut: Cut, group: dist.ProcessGroup) -> list[bool]:
     """Whether compiled calls have the bits of eager ones: by a context, and by `group=` alone, with a halo."""
     packed = cut.local(context_parallel(cut.call["cu_seqlens"], group=group))
@@ -51,7 +57,7 @@ def compiled(cut: Cut, group: dist.ProcessGroup) -> list[bool]:
     def run(packed: dict, rows: dict) -> tuple[torch.Tensor, ...]:
         return *fd.chunk_kda(**packed), fd.chunk_kda(**rows)[0], halo(rows["q"].flatten(2), group, 3)
 
-    both = (f(packed, rows) for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")))
+    both = (f(packed, rows) for f in (run, torch.compile(run, **compiling(group))))
     return [same_bits(a, b) for a, b in zip(*both)]
 
 
@@ -161,7 +167,7 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
         found[f"layer {name}"] = step_of([layer], RANKS, rank, context)
     layer = make_layer(torch.float64)
     context = context_parallel(offsets, group=group)
-    layer.compile(backend="aot_eager", fullgraph=True)
+    layer.compile(**compiling(group))
     found["layer compiled"] = step_of([layer], RANKS, rank, context)
     found["layer compiled, of fla"] = step_of([layer], RANKS, rank, fla_context(group, offsets))
     if importlib.util.find_spec("fla") is not None:
