@@ -11,7 +11,7 @@ import flashdelta as fd
 
 from ..full import FULL
 from ..support import decoding_checks as checks
-from ..support.cases import BF16, FP32, case_id
+from ..support.cases import BF16, FP32
 from ..support.decoding import BY_NAME, STEPS, Step, make_step, memory_of
 from ..support.held import run_held
 from ..support.inputs import HARD
@@ -22,8 +22,16 @@ pytestmark = pytest.mark.usefixtures("as_on_gpu")
 FP64 = torch.float64
 
 
-@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
-@pytest.mark.parametrize("step", STEPS, ids=case_id)
+DTYPES = (FP32, FP64, BF16)
+
+
+def with_dtypes(steps: list[Step]) -> pytest.MarkDecorator:
+    """Each with one of them in turn, or with all."""
+    rows = [(step, x) for i, step in enumerate(steps) for x in (DTYPES if FULL else DTYPES[i % 3 :][:1])]
+    return pytest.mark.parametrize(("step", "dtype"), rows, ids=lambda x: getattr(x, "name", str(x)))
+
+
+@with_dtypes(STEPS)
 def test_reference_is_the_recurrence(step: Step, dtype: torch.dtype):
     checks.check_step(fd.recurrent_kda, step, dtype, "reference")
 
@@ -48,11 +56,7 @@ def test_commit_of_nothing():
 # ---- replay ---------------------------------------------------------------------------------------------------------
 
 
-DTYPES = (FP32, FP64, BF16)
-REPLAYED = [(step, x) for i, step in enumerate(checks.REPLAYED) for x in (DTYPES if FULL else DTYPES[i % 3 :][:1])]
-
-
-@pytest.mark.parametrize(("step", "dtype"), REPLAYED, ids=lambda x: getattr(x, "name", str(x)))
+@with_dtypes(checks.REPLAYED)
 def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
     if dtype == FP64 and step.state == BF16:
         pytest.skip("records are float32 then")
