@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..full import FULL
+from ..full import FULL, in_turn
 from ..support import fla_modules
 from ..support.inputs import on_meta
 from ..support.oracle import relative_error
@@ -452,15 +452,12 @@ def hold(found: tuple[float, dict], want: tuple[float, dict], tolerance: float =
         assert relative_error(found[1][name], x) < tolerance, name
 
 
-TRAINING = [
-    (name, way)
-    for i, name in enumerate(MODELS | TRAINED, 1)
-    for j, way in enumerate(("plain", "padded", "autocast"))
-    if FULL or j in (0, i % 3)
-]
+NAMES = [*MODELS, *TRAINED]
 
 
-@pytest.mark.parametrize(("name", "way"), TRAINING)
+@pytest.mark.parametrize(
+    ("name", "way"), [*in_turn(NAMES, ("plain", "padded")), *((x, "autocast") for x in NAMES[:: 3 - 2 * FULL])]
+)
 def test_models_train_alike(name: str, way: str, plainly: Callable, counted: list[str]):
     """The loss, and the gradient of every parameter."""
     model, ids = (MODELS | TRAINED)[name](), ids_of(2, 70)
@@ -641,11 +638,9 @@ print(status.version, status.state)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ("0.5.0", "0.5.1", "0.5.2"))
+@pytest.mark.parametrize("version", ("0.5.0", *("0.5.1", "0.5.2") * FULL))
 def test_fla_05(version: str):
     """In a process of its own: with the Triton that it runs with. The oldest stands for what lies between it and the newest."""
-    if version != "0.5.0" and not FULL:
-        pytest.skip("only with FLASHDELTA_TESTS=full")
     triton = Path(os.environ.get("FLASHDELTA_TRITON_OLDEST", "missing"))
     old = triton.parent / f"fla-{version}"
     if not old.is_dir() or not triton.is_dir():

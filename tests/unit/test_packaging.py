@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from ..full import FULL
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -69,14 +67,6 @@ def test_the_source_distribution_is_the_repository(tree: Path, unpacked: Path):
     if (ROOT / ".git").exists():
         tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
         assert set(tracked.splitlines()) <= files(tree)
-
-
-@pytest.mark.skipif(not FULL, reason="only with FLASHDELTA_TESTS=full: they are the repository's")
-def test_tests_of_the_source_distribution_run(unpacked: Path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_split.py"]
-    environment = {"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture(scope="module")

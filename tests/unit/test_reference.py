@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
-from ..full import FULL
+from ..full import FULL, in_turn
 from ..support.cases import BF16, BY_NAME, CASES, FP32, PACKED_CASES, WITH_GRADIENTS, Case, case_id
 from ..support.gradients import gradients, incoming
 from ..support.held import run_held
@@ -33,12 +33,9 @@ def test_recurrence_is_the_papers(case: Case):
 # ---- chunked = recurrent -------------------------------------------------------------------------------------------
 
 
-ROUNDED = (FP32, BF16, torch.float16)
-
-
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(c, dtype) for i, c in enumerate(CASES) for dtype in (FP64, *(ROUNDED if FULL else ROUNDED[i % 3 :][:1]))],
+    [*((c, FP64) for c in CASES), *in_turn(CASES, (FP32, BF16, torch.float16))],
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_chunked_is_the_recurrence(case: Case, dtype: torch.dtype):
@@ -100,11 +97,8 @@ def test_nan_stays_in_its_sequence(layout: str, name: str, op):
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
 
-GRADIENT_CASES = [
-    case
-    for case in (CASES if FULL else WITH_GRADIENTS)
-    if 0 < case.tokens < 200 and case.layout == "dense" and not case.h and case.sequences
-]
+SMALL = [case for case in CASES if 0 < case.tokens < 200 and case.layout == "dense" and not case.h and case.sequences]
+GRADIENT_CASES = [case for case in SMALL if FULL or case in WITH_GRADIENTS]
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
@@ -117,26 +111,20 @@ def test_gradients_of_chunked_and_recurrent_agree(case: Case):
         assert_close(f"grad of {name}", chunked[name], want, 1e-9)
 
 
-def short(case: Case, T: int) -> Case:
-    lengths = case.lengths and (4, 0, T - 4)
-    return replace(case, V=32, T=T, lengths=lengths, unused=3 * bool(case.unused), chunk_size=32, h=False)
-
-
-# cases of other lengths and chunks are one when they are short
-SHORT = {replace(short(case, 6), name="", why=""): short(case, 6) for case in WITH_GRADIENTS}.values()
-
-
 @pytest.mark.parametrize(
     ("op", "case"),
     [
-        *((fd.fused_recurrent_kda, case) for case in SHORT),
+        *((fd.fused_recurrent_kda, case) for case in WITH_GRADIENTS),
         # others agree with the recurrence
-        *((fd.chunk_kda, short(case, 35)) for case in WITH_GRADIENTS if FULL or case not in GRADIENT_CASES),
+        *((fd.chunk_kda, case) for case in WITH_GRADIENTS if FULL or case not in GRADIENT_CASES),
     ],
     ids=lambda x: getattr(x, "name", None) or x.__name__,
 )
 def test_gradcheck(op, case: Case):
     """Against finite differences of the forward, in a random direction (`fast_mode`), chunks' across a boundary."""
+    T = 35 if op is fd.chunk_kda else 6
+    lengths = case.lengths and (4, 0, T - 4)
+    case = replace(case, V=32, T=T, lengths=lengths, unused=3 * bool(case.unused), chunk_size=32, h=False)
     call = float64(make_call(case, FP64))
     call = call if op is fd.chunk_kda else as_recurrent(call)
     names = [name for name, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()]
