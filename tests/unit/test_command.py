@@ -11,8 +11,6 @@ from ..full import FULL
 
 pytestmark = pytest.mark.slow
 
-INTERRUPTED = "flashdelta: interrupted"
-
 
 def process(program: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
@@ -66,4 +64,4 @@ main()
 @pytest.mark.parametrize("name", ["torch", "flashdelta.tools.cli.verify", *["flashdelta.tools.cli", "typer"] * FULL])
 def test_ctrl_c_while_modules_are_imported(name: str):
     done = process(IN_AN_IMPORT.format(name=name), "verify", "--device", "cpu")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{INTERRUPTED}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "flashdelta: interrupted\n")

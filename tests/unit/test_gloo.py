@@ -259,6 +259,7 @@ def train(*arguments: str) -> int:
         return importlib.import_module(TRAIN_PARALLEL.stem).main()
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
     """The example, in processes that torchrun's launcher forks."""
     steps, one = ("--steps", "6", "--tokens", "128"), tmp_path / "one.json"

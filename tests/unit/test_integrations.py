@@ -452,15 +452,14 @@ def hold(found: tuple[float, dict], want: tuple[float, dict], tolerance: float =
         assert relative_error(found[1][name], x) < tolerance, name
 
 
-NAMES = [*MODELS, *TRAINED]
+EVERY = MODELS | TRAINED
+TRAINING = in_turn(EVERY, ("plain", "padded")) + [(x, "autocast") for x in (EVERY if FULL else ["FLA"])]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [*in_turn(NAMES, ("plain", "padded")), *((x, "autocast") for x in NAMES[:: 3 - 2 * FULL])]
-)
+@pytest.mark.parametrize(("name", "way"), TRAINING)
 def test_models_train_alike(name: str, way: str, plainly: Callable, counted: list[str]):
     """The loss, and the gradient of every parameter."""
-    model, ids = (MODELS | TRAINED)[name](), ids_of(2, 70)
+    model, ids = EVERY[name](), ids_of(2, 70)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     options = {"attention_mask": mask} if way == "padded" else {}

@@ -86,12 +86,7 @@ FUSED_CALLS = [
     (name, fd.fused_kda_decode, partial(make_fused, FUSED_BY_NAME[name]))
     for name in ("bias", "replay", *("two_taps", "gva8", "spec_packed") * FULL)
 ]
-CONVOLUTIONS = (
-    "packed",
-    "marks_pool",
-    "step",
-    *("bias", "packed_fla", "pool", "pool_flags", "every", "every_packed") * FULL,
-)
+CONVOLUTIONS = ("packed", "marks_pool", "step", *("bias", "packed_fla", "pool_flags", "every", "every_packed") * FULL)
 LAYER_CALLS = [
     *((name, fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME[name])) for name in ("heads", "rows", "fused")),
     *((name, fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME[name])) for name in CONVOLUTIONS),
@@ -144,11 +139,9 @@ def test_compiles_with_out(op: Callable, make: Callable[[], dict]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "op"), zip(named("softplus", "packed_bf16_state"), BOTH), ids=["chunked", "recurrent"]
-)
-def test_compiles_with_gradients(case: Case, op):
-    call = short_call(case, op)
+@pytest.mark.parametrize(("op", "make"), calls(*whole_sequences("softplus", "packed_bf16_state")[:: 3 - 2 * FULL]))
+def test_compiles_with_gradients(op: Callable, make: Callable[[], dict]):
+    call = make()
     names = [name for name, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()]
 
     def loss(arguments: dict) -> Tensor:
