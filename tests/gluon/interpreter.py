@@ -97,6 +97,8 @@ def _assigned(node: ast.expr) -> ast.expr:
 
 
 def assigned(x: Any) -> Any:
+    if type(x) is Value:
+        return x
     if isinstance(x, tuple):
         return tuple(map(assigned, x))
     return scalar(x) if isinstance(x, (bool, int, float)) else x
