@@ -38,7 +38,14 @@ UNDEFINED |= {kind: np.array(np.nan, kind) for kind in (np.float16, np.float32, 
 
 def round_bf16(x: np.ndarray) -> np.ndarray:
     """To the nearest bfloat16, ties to even; a NaN stays one."""
-    return torch.from_numpy(np.asarray(x, np.float32, order="C")).bfloat16().float().numpy()[()]
+    x = np.asarray(x, np.float32)
+    bits = x.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded &= 0xFFFF0000
+    return np.where(x == x, rounded.view(np.float32), np.float32(np.nan))[()]
 
 
 def from_memory(cells: np.ndarray, dtype: tl.dtype) -> np.ndarray:
