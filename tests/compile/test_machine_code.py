@@ -300,13 +300,6 @@ def test_a_plan_compiles_the_same(offset: int, monkeypatch: pytest.MonkeyPatch):
     assert (found == want) == (offset == 0)
 
 
-# ---- fused multiplication and addition -----------------------------------------------------------------------------------
-
-
-def test_a_launch_says_whether_to_fuse():
-    assert sample_launch().options()["enable_fp_fusion"]
-
-
 # ---- reading machine code ------------------------------------------------------------------------------------------------
 
 PRODUCT = "/*0010*/ HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR8].tnspB, R24, gsb0 ;"
