@@ -17,7 +17,18 @@ from .support.gpus import visible_gpus
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.load_profile("fixed")
 
-LONGEST = "machine_code hazards packaging gloo integrations nn export hub operators docs_gate tutorial".split()
+LONGEST = (
+    "machine_code",
+    "hazards",
+    "packaging",
+    "gloo",
+    "integrations",
+    "nn",
+    "export",
+    "hub",
+    "operators",
+    "docs_gate",
+)
 """Files with a test of 8 seconds or more."""
 
 
