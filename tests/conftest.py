@@ -17,8 +17,19 @@ from .support.gpus import visible_gpus
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.load_profile("fixed")
 
-LONGEST = ("test_machine_code.py", "test_hazards.py")
-"""Files whose tests take minutes each."""
+LONGEST = (
+    "machine_code",
+    "hazards",
+    "packaging",
+    "gloo",
+    "integrations",
+    "nn",
+    "export",
+    "hub",
+    "operators",
+    "docs_gate",
+)
+"""Files with a test of 8 seconds or more."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,7 +43,7 @@ def pytest_xdist_setupnodes(specs: list) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # the longest first, that no worker is left alone with one in the end
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
 
 
 def pytest_configure(config: pytest.Config) -> None:

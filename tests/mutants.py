@@ -228,7 +228,7 @@ MUTANTS = {
         ("problem/lengths.py", "if len(lengths) == 1 else None", ""),
         ("runtime/call.py", "error=NoKernel if for_kernel else ValueError", "error=ValueError"),
         ("program/launch.py", "x.data_ptr() % 16 for x in tensors", "0 for x in tensors"),
-        ("program/workspace.py", "address += -(-x.nbytes // LINE) * LINE", "address += x.nbytes"),
+        ("program/workspace.py", "// LINE) * LINE for", "// 1) for"),
         ("runtime/call.py", "count_writes(tensors, entry.writes)", "pass"),
         ("runtime/autograd.py", "found[role] = found[role].view(x.shape)", "pass"),
         ("runtime/autograd.py", '"backward", next(_serials)', '"backward", 0'),

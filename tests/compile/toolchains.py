@@ -21,13 +21,16 @@ OLDEST = "FLASHDELTA_TRITON_OLDEST"
 COMPILE = "-m", "tests.compile.variants"
 
 LISTED = """
+import gc
+gc.disable()  # a fourth of the time
 import json, sys
 from tests.compile.variants import all_launches, report
 wanted = {tuple(name) for name in json.loads(sys.argv[1])}
 names = [(arch, variant, launch.kernel.__name__) for arch, variant, launch in all_launches()]
 entries = [(place, report(place, compiles=False)) for place, name in enumerate(names) if name in wanted]
+costs = [report(place, compiles=True) for place, _ in entries]
 files = [module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in ("flashdelta", "tests")]
-print(json.dumps({"names": names, "entries": entries, "files": files}))
+print(json.dumps({"names": names, "entries": entries, "costs": costs, "files": files}))
 """
 
 ATTEMPTS = 4
@@ -38,11 +41,12 @@ FUSION = "TRITON_DEFAULT_FP_FUSION"
 
 @dataclass(frozen=True)
 class Listed:
-    """The names of all kernels that are compiled, by place; of those asked for the entries, by their places; the files that
-    made them."""
+    """The names of all kernels that are compiled, by place; of those asked for the entries, by their places, and the costs;
+    the files that made them."""
 
     names: list[tuple[int, str, str]]
     entries: dict[Entry, int]
+    costs: dict[Entry, Costs]
     files: list[Path]
 
 
@@ -82,11 +86,12 @@ class Toolchain:
         minutes."""
         return {Entry(**found): place for place, found in enumerate(self.run(*COMPILE, "--list"))}
 
-    def listed(self, wanted: Collection[Entry]) -> Listed:
-        """Lowers only kernels that are named as those that are wanted."""
-        found = self.run("-c", LISTED, json.dumps([entry.name for entry in wanted]))
+    def listed(self, wanted: Collection[Entry], environment: dict[str, str]) -> Listed:
+        """Lowers and compiles only kernels that are named as those that are wanted."""
+        found = self.run("-c", LISTED, json.dumps([entry.name for entry in wanted]), environment=environment)
         entries = {Entry(**row): place for place, row in found["entries"]}
-        return Listed([tuple(name) for name in found["names"]], entries, [Path(file) for file in found["files"]])
+        names, files = [tuple(name) for name in found["names"]], [Path(file) for file in found["files"]]
+        return Listed(names, entries, costs_of([*entries], found["costs"]), files)
 
     def compile(
         self,
@@ -101,29 +106,32 @@ class Toolchain:
 
         The compiler orders some things by their address, which differs from process to process: once in some hundred entries
         that gives another order of a few instructions. What is not as `expected` is compiled again before that is believed.
-
-        Raises:
-            RuntimeError: lanes of a kernel hold unequal sums, which no kernel's may.
         """
         found: dict[Entry, Costs] = {}
         left = list(wanted)
         for attempt in range(attempts if expected else 1):
+            if not left:
+                break
             with tempfile.TemporaryDirectory(prefix="flashdelta-compile-") as cache:
                 fresh = {"TRITON_CACHE_DIR": cache} if attempt > 0 else {}
                 given = map(str, (entries[entry] for entry in left))
                 options = "--json", f"--jobs={jobs}", "--places"
                 rows = self.run(*COMPILE, *options, *given, environment={**(environment or {}), **fresh})
-            unequal = [str(entry) for entry, row in zip(left, rows) if row["unequal_sums"]]
-            if unequal:
-                raise RuntimeError(
-                    "\n".join(("lanes hold unequal sums (flashdelta/kernels/shared/products.py):", *unequal))
-                )
-            costs = [Costs(**{f.name: row[f.name] for f in fields(Costs)}) for row in rows]
-            found |= dict(zip(left, costs, strict=True))
+            found |= costs_of(left, rows)
             left = [entry for entry in left if expected and expected.get(entry, found[entry]) != found[entry]]
-            if not left:
-                break
         return found
+
+
+def costs_of(entries: list[Entry], rows: list[dict]) -> dict[Entry, Costs]:
+    """
+    Raises:
+        RuntimeError: lanes of a kernel hold unequal sums, which no kernel's may.
+    """
+    unequal = [str(entry) for entry, row in zip(entries, rows) if row["unequal_sums"]]
+    if unequal:
+        raise RuntimeError("\n".join(("lanes hold unequal sums (flashdelta/kernels/shared/products.py):", *unequal)))
+    costs = [Costs(**{f.name: row[f.name] for f in fields(Costs)}) for row in rows]
+    return dict(zip(entries, costs, strict=True))
 
 
 def toolchains() -> dict[str, Toolchain]:

@@ -9,9 +9,10 @@ Partitions are threads of which one runs at a time, until it has to wait or lets
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,8 @@ class Partition:
         while len(under_way) > outstanding:
             under_way.popleft()()
 
-    def finish(self) -> None:
+    def perform(self, body: Callable[[], None]) -> None:
+        body()
         if self.mmas:
             raise Fault(f"{len(self.mmas)} MMAs that nobody waited for at the end of {self.name}")
         if self.stores:
@@ -159,8 +161,7 @@ class Strand(threading.Thread):
         try:
             if not self.stopped:
                 with np.errstate(all="ignore"):
-                    self.body()
-                    self.partition.finish()
+                    self.partition.perform(self.body)
         except _Stopped:
             pass
         except BaseException as error:
@@ -169,14 +170,11 @@ class Strand(threading.Thread):
         self.back.release()
 
     def resume(self) -> None:
-        _current.append(self.partition)
-        self.go.release()
-        self.back.acquire()
-        _current.pop()
-        if isinstance(self.error, Fault):
-            raise Fault(f"{self.partition.name}: {self.error}") from self.error
-        if self.error is not None:
-            raise self.error
+        with running(self.partition):
+            self.go.release()
+            self.back.acquire()
+            if self.error is not None:
+                raise self.error
 
     def pause(self) -> None:
         self.back.release()
@@ -203,10 +201,13 @@ class Pool:
         strand.start()
         return strand
 
+    def ready(self) -> Strand | None:
+        return next((x for x in self.strands if not x.done and (x.condition is None or x.condition())), None)
+
     def run(self) -> None:
         try:
             while left := [strand for strand in self.strands if not strand.done]:
-                ready = next((x for x in left if x.condition is None or x.condition()), None)
+                ready = self.ready()
                 if ready is None:
                     reasons = "".join(f"\n  {x.partition.name} waits for {x.reason()}" for x in left)
                     raise Fault(f"all wait for each other:{reasons}")
@@ -224,9 +225,22 @@ def now() -> Partition:
     return _current[-1]
 
 
+@contextlib.contextmanager
+def running(partition: Partition) -> Iterator[None]:
+    _current.append(partition)
+    try:
+        yield
+    except Fault as error:
+        raise Fault(f"{partition.name}: {error}") from error
+    finally:
+        _current.pop()
+
+
 def wait_until(condition: Callable[[], bool], reason: Callable[[], str]) -> None:
     strand = now().strand
     while not condition():
+        if strand is None:
+            raise Fault(f"waits for {reason()}, alone")
         strand.condition, strand.reason = condition, reason
         strand.pause()
         strand.condition = None
@@ -234,7 +248,9 @@ def wait_until(condition: Callable[[], bool], reason: Callable[[], str]) -> None
 
 def let_others_run() -> None:
     """After what another partition may wait for."""
-    now().strand.pause()
+    strand = now().strand
+    if strand is not None and strand.pool.ready() is not strand:
+        strand.pause()
 
 
 @dataclass(frozen=True)
@@ -251,17 +267,25 @@ ORDER = Order()
 
 
 def run_ctas(bodies: list[tuple[Cta, Callable[[], None]]]) -> None:
-    for some in [bodies[::-1]] if ORDER.last_first else [[one] for one in bodies]:
+    if ORDER.last_first:
         pool = Pool()
-        for cta, body in some:
+        for cta, body in bodies[::-1]:
             pool.add(cta.main, body)
         pool.run()
+    else:  # each needs no thread of its own
+        for cta, body in bodies:
+            with running(cta.main), np.errstate(all="ignore"):
+                cta.main.perform(body)
 
 
 def run_partitions(partitions: Sequence[tuple[Partition, Callable[[], None]]]) -> None:
     """The first is the default one."""
-    pool, at = now().strand.pool, now().strand.pool.strands.index(now().strand)
+    own = now().strand
+    pool, at = (Pool(), 0) if own is None else (own.pool, own.pool.strands.index(own))
     ordered = partitions if ORDER.workers_first else partitions[::-1]
     # each before those that were added before it
     strands = [pool.add(partition, body, at) for partition, body in ordered]
-    wait_until(lambda: all(strand.done for strand in strands), lambda: "its partitions")
+    if own is None:
+        pool.run()
+    else:
+        wait_until(lambda: all(strand.done for strand in strands), lambda: "its partitions")

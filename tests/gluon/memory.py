@@ -50,7 +50,8 @@ def lanes(p: Value, mask: Any) -> tuple[np.ndarray, np.ndarray | None]:
         return p.data, None
     at, used = p.data, value(mask).data
     if at.shape != used.shape:
-        at, used = np.broadcast_arrays(at, used)
+        used = used | np.zeros(at.shape, bool)
+        at = at if at.shape == used.shape else np.broadcast_to(at, used.shape)
     return at, None if used.all() else used
 
 
@@ -112,11 +113,11 @@ def store(p: Value, x: Any, mask: Any = None) -> None:
     if used is not None and not used.any():
         return
     memory, element = cells_of(p, at, used, "a store")
-    cells = np.broadcast_to(to_memory(value(x).to(memory.dtype).data, memory.dtype), np.shape(element))
-    if used is None:
-        memory.cells[element] = cells
-    else:
-        memory.cells[element[used]] = cells[used]
+    cells = to_memory(value(x).to(memory.dtype).data, memory.dtype)
+    if used is not None:
+        cells = cells if np.shape(cells) == element.shape else np.broadcast_to(cells, element.shape)
+        element, cells = element[used], cells[used]
+    memory.cells[element] = cells
 
 
 def atomic_add(p: Value, x: Any, mask: Any = None) -> Value:
@@ -279,6 +280,8 @@ class Shared:
         return Swizzled(self, begin, raw.view(kind), places.reshape(shape), dtype, layout)
 
     def extent(self) -> tuple[int, int]:
+        if self.places.flags.c_contiguous:
+            return (begin := self.places.ctypes.data), begin + self.nbytes
         begin, end = np.lib.array_utils.byte_bounds(self.places)
         return int(begin), int(end)
 

@@ -59,7 +59,9 @@ def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
 @pytest.mark.parametrize("step", {step.name: step for step in checks.HOPPER_REPLAYED}.values(), ids=case_id)
 def test_a_replay_is_the_accepted_state(step: Step):
     """Holds what the kernels find to the portable ones', which are interpreted too."""
-    checks.check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
+    few = {} if FULL or step.B < 18 else {"B": 6, "indices": (0, 1, 2, 3, 4, 5)}
+    few |= {"lengths": step.lengths[2::3]} if few and step.lengths else {}
+    checks.check_replay(replace(step, H=1, HV=step.HV // step.H, **few), BF16, "hopper")
 
 
 @pytest.mark.parametrize("step", checks.REPLAYED, ids=case_id)

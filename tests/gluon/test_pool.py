@@ -10,6 +10,7 @@ import torch
 
 import flashdelta as fd
 
+from ..full import FULL
 from ..gpu.calls import on_gpu, takes_hopper
 from ..support import pools
 from ..support.cases import BF16
@@ -24,9 +25,8 @@ POOLS = pools.PLAIN_POOLS + pools.CHECKPOINT_POOLS + pools.BUFFERS + pools.SPLIT
 
 @pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
 def test_chunk(pool_case: PoolCase):
-    hold_pool(
-        fd.chunk_kda, pool_call(pool_case) | {"backend": "triton"}, [] if pool_case in pools.SPLITS else [by_pieces]
-    )
+    whole = pool_case in (pools.SPLITS if FULL else POOLS[::2] + pools.SPLITS)
+    hold_pool(fd.chunk_kda, pool_call(pool_case) | {"backend": "triton"}, [] if whole else [by_pieces])
 
 
 @pytest.mark.parametrize("pool_case", pools.PLAIN_POOLS, ids=pool_id)
@@ -34,7 +34,10 @@ def test_recurrent(pool_case: PoolCase):
     hold_pool(fd.fused_recurrent_kda, as_recurrent(pool_call(pool_case) | {"backend": "triton"}), [by_pieces])
 
 
-@pytest.mark.parametrize("pool_case", [x for x in POOLS if takes_hopper(on_gpu(x.case))], ids=pool_id)
+ON_HOPPER = POOLS if FULL else POOLS[1::2] + pools.SPLITS[::2]  # in steps the others (`test_steps.py`)
+
+
+@pytest.mark.parametrize("pool_case", [x for x in ON_HOPPER if takes_hopper(on_gpu(x.case))], ids=pool_id)
 def test_chunk_on_hopper(pool_case: PoolCase):
     case = on_gpu(pool_case.case)
     heads = {} if case.H < case.HV and "gva" in pool_case.name else {"H": 1, "HV": 1}

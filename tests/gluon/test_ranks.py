@@ -101,7 +101,7 @@ def test_two_ranks_have_the_bits_of_one(backend: str, case: dict, sms: int | Non
 @pytest.mark.parametrize("backend", SMALL)
 def test_batch_rows_of_two_ranks_have_the_bits_of_one(backend: str):
     """Each row's state and gradient is in a packet of its own."""
-    case = replace(SMALL[backend], B=3, T=256)
+    case = replace(SMALL[backend], B=2, T=128)
     call = make_call(case, BF16 if backend == "hopper" else FP32) | {"output_final_state": True, "backend": backend}
     states = call.pop("initial_state")
     do, dht = torch.randn_like(call["v"]), torch.randn_like(states)
@@ -115,7 +115,7 @@ def test_batch_rows_of_two_ranks_have_the_bits_of_one(backend: str):
 
     def run(group: Any) -> list[Tensor]:
         first = group.rank() == 0
-        return step(slice(0, 128) if first else slice(128, 256), not first, group=group)
+        return step(slice(0, 64) if first else slice(64, 128), not first, group=group)
 
     with poisoned_memory():
         (_, grad, *first), (final_state, cleared, *second) = on_ranks(2, run)

@@ -14,8 +14,9 @@ import flashdelta as fd
 from flashdelta.kernels.hopper import build, prepare, segments
 from flashdelta.problem.split import SplitCosts
 
+from ..full import FULL
 from ..gpu.calls import KIMI, hold
-from ..support.cases import BF16, FP32, Case, case_id
+from ..support.cases import BF16, FP32, Case
 from ..support.decays import EXPLICIT, OTHERS, explicit_call, moved
 from ..support.oracle import assert_close, chunked_truth, covered_tokens, relative_error, same_bits
 from .checks import hopper_call, poisoned
@@ -67,8 +68,11 @@ SHORT = replace(EXPLICIT, H=1, HV=1, T=384)
 
 
 @EACH
-@pytest.mark.parametrize("memory", ["random", "slow"])
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "memory"),
+    [(x, y) for x in CASES for y in ("random", "slow") if FULL or x is CASES[0] or y == "random"],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_as_whole(case: Case, memory: str, how: str):
     call = hopper_call(replace(case, memory=memory))
     found, want = found_by(call, how, last_first=case is CASES[1]), chunked_truth(call)
@@ -103,12 +107,11 @@ def test_each_head_decides_by_its_norm(how: str):
 
 
 @EACH
-@pytest.mark.parametrize(("channel", "gate"), [(3, -1 / 64), (100, -1 / 64), (7, torch.nan)])
+@pytest.mark.parametrize(("channel", "gate"), [(3, -5.0), (3, -1 / 64), (100, -1 / 64), (7, torch.nan)])
 def test_one_channel_that_stays_is_enough(channel: int, gate: float, how: str):
     g = torch.full((6, 64, 128), -5.0)
-    assert remembers(explicit_call(SHORT, g), how) == [False]
     g[..., channel] = gate
-    assert remembers(explicit_call(SHORT, g), how) == [True]
+    assert remembers(explicit_call(SHORT, g), how) == [gate != -5.0]
 
 
 @pytest.mark.parametrize("how", ["parts", "segments"])

@@ -12,6 +12,7 @@ import torch
 import flashdelta as fd
 from flashdelta.kernels.hopper import build, recurrence
 
+from ..full import FULL
 from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu
 from ..support import oracle
 from ..support.cases import BF16, FP32, Case, case_id
@@ -52,7 +53,8 @@ LENGTHS += [
 
 @pytest.mark.parametrize(
     ("case", "K"),
-    widths([*(replace(case, h=False) for case in HOPPER_CASES if case.l2norm), *LENGTHS]),
+    # in turn with chunks, which have the others
+    widths([*(replace(x, h=False) for x in (HOPPER_CASES if FULL else HOPPER_CASES[1::2]) if x.l2norm), *LENGTHS]),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_cases(case: Case, K: int):
@@ -145,14 +147,14 @@ def test_nan_stays_in_its_sequence(name: str):
     ("case", "stream_k"), [(PACKED, False), (PACKED, True), (PACKED_FREE, True)], ids=["tiles", "stream-K", "unbounded"]
 )
 def test_few_ctas_change_no_bit(case: Case, stream_k: bool, monkeypatch: pytest.MonkeyPatch):
-    call = steps_call(replace(case, HV=3, H=3, lengths=(300, 0, 520, 64, 1)))
+    call = steps_call(replace(case, HV=3, H=3, lengths=(130, 0, 260, 64, 1)))
     want = poisoned(call)
     monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: stream_k)
     with hopper_on_cpu(sms=4, workers_first=not stream_k, last_first=case is PACKED_FREE):
         assert_same_bits(poisoned(call), want, oracle.covered_tokens(call))
 
 
-@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS, ids=pool_id)
+@pytest.mark.parametrize("pool_case", (PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS)[:: 1 if FULL else 2], ids=pool_id)
 def test_pools(pool_case: PoolCase):
     case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
     call = pool_call(replace(pool_case, case=case), BF16) | {"split": False, "backend": "hopper"}

@@ -40,7 +40,11 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
     """To the nearest bfloat16, ties to even; a NaN stays one."""
     x = np.asarray(x, np.float32)
     bits = x.view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded &= 0xFFFF0000
     return np.where(x == x, rounded.view(np.float32), np.float32(np.nan))[()]
 
 
@@ -118,13 +122,13 @@ class Value:
     cast = to
 
     def reshape(self, *shape: Any) -> Value:
-        return self.with_data(np.reshape(self.data, shape_of(shape)))
+        return self.with_data(self.data.reshape(shape_of(shape)))
 
     def permute(self, *order: Any) -> Value:
-        return self.with_data(np.transpose(self.data, shape_of(order)))
+        return self.with_data(self.data.transpose(shape_of(order)))
 
     def trans(self, *order: Any) -> Value:
-        return self.permute(order) if order else self.with_data(np.swapaxes(self.data, -1, -2))
+        return self.permute(order) if order else self.with_data(self.data.swapaxes(-1, -2))
 
     @property
     def T(self) -> Value:
@@ -158,7 +162,7 @@ def converted(x: Any, old: tl.dtype, new: tl.dtype) -> Any:
         whole = np.nan_to_num(np.trunc(np.asarray(x, np.float64)), nan=0.0)
         inside = np.clip(whole, float(limits.min), float(limits.max))
         return np.where(inside >= float(limits.max), limits.max, inside.astype(np.int64)).astype(NUMPY[new])[()]
-    return np.asarray(x).astype(NUMPY[new])[()]
+    return x.astype(NUMPY[new])
 
 
 # ---- types ---------------------------------------------------------------------------------------------------------
@@ -192,7 +196,7 @@ promoted = functools.cache(TritonSemantic(None).computation_type_impl)
 
 def meet(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, tl.dtype, Any]:
     """Two operands as arrays of one type, and a layout."""
-    x, y = value(a), value(b)
+    x, y = a if type(a) is Value else value(a), b if type(b) is Value else value(b)
     p, q, dtype = x.data, y.data, x.dtype
     if dtype is not y.dtype or division:
         dtype = promoted(dtype, x is not a, y.dtype, y is not b, division)
@@ -232,8 +236,8 @@ def arithmetic(function: Callable, of_pointers: bool = False) -> tuple[Callable,
 def moved(p: Value, offset: Any, function: Callable) -> Value:
     by = value(offset)
     check_ranks(p.data, by.data)
-    size = np.int64(p.dtype.element_ty.primitive_bitwidth // 8 or 1)
-    return Value(function(p.data, np.asarray(by.data).astype(np.int64)[()] * size), p.dtype, by.layout, p.sources)
+    size = np.int64(p.dtype.element_ty.primitive_bitwidth // 8 or 1)  # the offset becomes an int64
+    return Value(function(p.data, by.data * size), p.dtype, by.layout, p.sources)
 
 
 def divide(a: Any, b: Any) -> Value:
@@ -246,7 +250,7 @@ def divide(a: Any, b: Any) -> Value:
 def quotient(p: Any, q: Any) -> Any:
     """Towards zero, as C has it."""
     whole = p // q
-    return whole + ((whole < 0) & (whole * q != p)).astype(np.asarray(whole).dtype)
+    return whole if (whole >= 0).all() else whole + ((whole < 0) & (whole * q != p)).astype(whole.dtype)
 
 
 def divide_whole(a: Any, b: Any) -> Value:

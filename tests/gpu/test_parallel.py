@@ -193,4 +193,4 @@ def test_a_rank_hears_of_one_that_is_lost(way: str):
 @two_gpus
 def test_sequences_over_two_gpus_train_on_the_curve_of_one(tmp_path: Path):
     """The example, by torchrun."""
-    trains_on_one_curve(tmp_path, 1e-3, {})
+    trains_on_one_curve(tmp_path, 1e-3)

@@ -96,8 +96,8 @@ def verify_and_commit(
 
 
 def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cpu", wide: bool = True) -> None:
-    """Verifies into a replay buffer, and commits all tokens, a part, one, more than there are, and none. With all of them the
-    pool has the states of the recurrence. `wide`: records of a bfloat16 pool make a float32 one as exactly, too."""
+    """Verifies into a replay buffer, and commits all tokens, a part, and in turn more than there are, one and none. With all of
+    them the pool has the states of the recurrence. `wide`: records of a bfloat16 pool make a float32 one as exactly, too."""
     if dtype == torch.float64:
         step = replace(step, state=dtype)
     call = make_step(step, dtype, device) | {"backend": backend, "output": output_of(step, dtype, device)}
@@ -113,8 +113,9 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
     shared |= {"backend": backend, "initial_state": pool}
     if "intermediate_state_indices" in call:
         shared["intermediate_state_indices"] = call["intermediate_state_indices"]
-    others = torch.arange(len(lengths), device=device, dtype=torch.int32) % (1 + lengths)
-    accepted = (lengths, others, lengths.clamp(max=1), lengths + 1, torch.zeros_like(lengths) - 1)
+    nth = torch.arange(len(lengths), device=device, dtype=torch.int32)
+    in_turn = torch.where(nth % 3 == 0, lengths + 1, torch.where(nth % 3 == 1, lengths.clamp(max=1), -1))
+    accepted = (lengths, nth % (1 + lengths), in_turn)
     commits = [shared | {"num_accepted_tokens": x} for x in accepted]
     if pool.dtype == BF16 and wide:
         commits.append(commits[0] | {"initial_state": pool.float()})

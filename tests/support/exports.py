@@ -20,7 +20,7 @@ CUDA_INCLUDE = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
 STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
 ARCHES = (89, 90)
 SIZE = (64, 64, 32)
-CHOICE = ["--size", ",".join(map(str, SIZE)), "--gate", "none", "--jobs", "2"]
+CHOICE = ["--size", ",".join(map(str, SIZE)), "--gate", "none", "--jobs", "1"]
 """A small export: every operator at one size, with one gate and one precision."""
 
 

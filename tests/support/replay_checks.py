@@ -135,7 +135,7 @@ def check_slices(
     name: str, backend: str, order: Sequence[str], recorded: bool, replays: Replays, device: str = "cpu"
 ) -> None:
     row = BY_NAME[name]
-    for seed in range(3):
+    for seed in in_a_row(device):
         call = fresh(row, seed, device)
         rows = next(n for n in call[order[0]].shape if n > 1)
         call = in_one_row(call, order, rows, shared=recorded == (seed == 0))
@@ -235,7 +235,7 @@ def cuts(ranks: int, device: str = "cpu") -> list[Cut]:
     """Calls in a row of one context's offsets."""
     row, found = Row("ranks", fd.chunk_kda, chunk(replace(PACKED, lengths=(60, 0, 132)))), []
     offsets = row.make(0)["cu_seqlens"].to(device)
-    for seed in range(3):
+    for seed in in_a_row(device):
         call = fresh(row, seed, device) | {"cu_seqlens": offsets, "output_final_state": True}
         do, dht = incoming_of(call, seed)
         found.append(Expanded(call, ranks, (do, lay(dht, REPEATED))))

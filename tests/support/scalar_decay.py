@@ -11,9 +11,9 @@ from .inputs import TOKEN_TENSORS, make_call, sequence_calls
 
 QWEN: dict = {"gate": "softplus", "beta": "logit", "state": FP32}
 CASES = [
-    Case("Qwen's gate", "grouped heads", H=1, HV=4, **QWEN),
+    Case("Qwen's gate", "grouped heads", H=1, HV=3, **QWEN),
     Case("packed", "with an empty one", H=1, **QWEN, lengths=(17, 0, 65, 1)),
-    Case("log decays", "g as it is, grouped heads", H=2, HV=4, B=2),
+    Case("log decays", "g as it is, grouped heads", H=1, HV=2, B=2),
     Case("same keys", "no decay, beta 1.94", T=130, hard="same_keys_2", ill_conditioned=True),
     Case("g = -50", "products under- and overflow", T=129, hard="g-50"),
     Case("g = -inf", "some tokens forget all before them", T=129, hard="forget"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
@@ -30,12 +31,18 @@ def raise_answer(answer: fd.Support) -> None:
     raise ValueError(answer.reason)
 
 
+@cache
+def runs(op: Callable, start: str) -> bool:
+    call = refusals.good_call(op, start)
+    op(**call)
+    return bool(fd.supports(op, **call))
+
+
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_refused_with_a_message_that_says_all(refusal: refusals.Refusal):
     """Operator, `explain` and `supports` refuse; nothing is written. What is wanted without gradients runs without them."""
-    good, call = refusal.calls()
-    assert fd.supports(refusal.op, **good)
-    refusal.op(**good)
+    assert runs(refusal.op, refusal.start)
+    _, call = refusal.calls()
     plain = [x for x in call.values() if isinstance(x, Tensor) and x.layout is torch.strided]
     written = [x for x in plain if x.device.type == "cpu"]
     before = [x.clone() for x in written]
@@ -48,7 +55,7 @@ def test_refused_with_a_message_that_says_all(refusal: refusals.Refusal):
             refusal.op(**call)
 
 
-@pytest.mark.parametrize("refusal", REFUSALS[:: 2 - FULL])
+@pytest.mark.parametrize("refusal", REFUSALS[:: 3 - 2 * FULL])
 def test_a_replay_refuses_the_same(refusal: refusals.Refusal, pretended: Started):
     good, call = ({"backend": "triton"} | x for x in refusal.calls())
     for i in range(2):

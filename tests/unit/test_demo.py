@@ -18,7 +18,7 @@ PROMPT = "The value of an object can be changed when "
 
 @pytest.fixture(scope="module")
 def result() -> dict:
-    return run_demo(prompt=PROMPT, tokens=300, temperature=0.5, seed=0, backend="reference", device=torch.device("cpu"))
+    return run_demo(prompt=PROMPT, tokens=200, temperature=0.5, seed=0, backend="reference", device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def model() -> KdaLanguageModel:
 
 
 def test_the_demo_writes_words_and_checks_itself(result: dict) -> None:
-    assert result["prompt"] == PROMPT and len(result["continuation"]) == 300
+    assert result["prompt"] == PROMPT and len(result["continuation"]) == 200
     assert result["prefill_tokens_per_s"] > 0 and result["decode_tokens_per_s"] > 0
     assert (result["backend"], result["device"], result["dtype"]) == ("reference", "cpu", "float32")
     assert result["checked"] and result["agreement_error"] <= TOLERANCE[torch.float32]
     known = set(re.findall(r"[a-z]+", " ".join(topics.values()).lower()))
     words = re.findall(r"[a-z]+", result["continuation"].lower())[:-1]
-    assert len(words) >= 30 and sum(word in known for word in words) >= 0.6 * len(words), result["continuation"]
+    assert len(words) >= 20 and sum(word in known for word in words) >= 0.6 * len(words), result["continuation"]
 
 
 # ---- continuous batching: requests join and leave, and each gets the text that it gets alone -----------------------------

@@ -1,8 +1,10 @@
-"""The same over processes: three of them, and gloo. What they compute is put together and compared here."""
+"""The same over processes: four of them, and gloo. What they compute is put together and compared here."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
@@ -18,8 +21,9 @@ from flashdelta.nn import KimiDeltaAttention
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.problem import device_checks
 
+from ..full import FULL
 from ..support.cases import Case
-from ..support.examples import trains_on_one_curve
+from ..support.examples import TRAIN_PARALLEL
 from ..support.forked import imported_once
 from ..support.inputs import TOKEN_TENSORS, make_call
 from ..support.layers import make_layer, rows
@@ -40,6 +44,11 @@ def cut_of(name: str) -> Cut:
     return Cut(call, RANKS, incoming_of(call))
 
 
+def compiling(group: dist.ProcessGroup) -> dict:
+    """Two of the ranks compile, the last one among them; the others make the same exchanges."""
+    return {"fullgraph": True, "backend": "aot_eager", "disable": group.rank() not in (1, RANKS - 1) and not FULL}
+
+
 def compiled(cut: Cut, group: dist.ProcessGroup) -> list[bool]:
     """Whether compiled calls have the bits of eager ones: by a context, and by `group=` alone, with a halo."""
     packed = cut.local(context_parallel(cut.call["cu_seqlens"], group=group))
@@ -48,7 +57,7 @@ def compiled(cut: Cut, group: dist.ProcessGroup) -> list[bool]:
     def run(packed: dict, rows: dict) -> tuple[torch.Tensor, ...]:
         return *fd.chunk_kda(**packed), fd.chunk_kda(**rows)[0], halo(rows["q"].flatten(2), group, 3)
 
-    both = (f(packed, rows) for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")))
+    both = (f(packed, rows) for f in (run, torch.compile(run, **compiling(group))))
     return [same_bits(a, b) for a, b in zip(*both)]
 
 
@@ -158,7 +167,7 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
         found[f"layer {name}"] = step_of([layer], RANKS, rank, context)
     layer = make_layer(torch.float64)
     context = context_parallel(offsets, group=group)
-    layer.compile(backend="aot_eager", fullgraph=True)
+    layer.compile(**compiling(group))
     found["layer compiled"] = step_of([layer], RANKS, rank, context)
     found["layer compiled, of fla"] = step_of([layer], RANKS, rank, fla_context(group, offsets))
     if importlib.util.find_spec("fla") is not None:
@@ -241,10 +250,25 @@ def hold_layer(wanted: Found, parts: list[Found]) -> None:
         torch.testing.assert_close(joined, x, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def train(*arguments: str) -> int:
+    """Runs the example's command in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TRAIN_PARALLEL.parent)
+        patch.setattr(sys, "argv", [TRAIN_PARALLEL.name, *arguments])
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        return importlib.import_module(TRAIN_PARALLEL.stem).main()
+
+
 @pytest.mark.slow
 def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
-    """The example, by torchrun."""
-    trains_on_one_curve(tmp_path, 1e-5, {"CUDA_VISIBLE_DEVICES": ""})
+    """The example, in processes that torchrun's launcher forks."""
+    steps, one = ("--steps", "6", "--tokens", "128"), tmp_path / "one.json"
+    assert train(*steps, "--losses", str(one)) == 0
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="forkserver")
+    with imported_once():
+        codes = elastic_launch(config, train)(*steps, "--compare", str(one), "--tolerance", "1e-5")
+    losses = json.loads(one.read_text())
+    assert codes == {0: 0, 1: 0} and losses[-1] < losses[0] - 0.5
 
 
 def test_a_group_that_was_destroyed_is_refused():

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..full import FULL
+from ..full import FULL, in_turn
 from ..support import fla_modules
 from ..support.inputs import on_meta
 from ..support.oracle import relative_error
@@ -415,8 +415,7 @@ def ids_of(*shape: int) -> Tensor:
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     loss.backward()
-    found = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters()}
-    return {name: x.clone() for name, x in found.items() if x is not None}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def step(model: Any, ids: Tensor, **named: Any) -> tuple[float, dict[str, Tensor]]:
@@ -453,11 +452,14 @@ def hold(found: tuple[float, dict], want: tuple[float, dict], tolerance: float =
         assert relative_error(found[1][name], x) < tolerance, name
 
 
-@pytest.mark.parametrize("make", [*MODELS.values(), *TRAINED.values()], ids=[*MODELS, *TRAINED])
-@pytest.mark.parametrize("way", ("plain", "padded", "autocast"))
-def test_models_train_alike(make: Callable, way: str, plainly: Callable, counted: list[str]):
+EVERY = MODELS | TRAINED
+TRAINING = in_turn(EVERY, ("plain", "padded")) + [(x, "autocast") for x in (EVERY if FULL else ["FLA"])]
+
+
+@pytest.mark.parametrize(("name", "way"), TRAINING)
+def test_models_train_alike(name: str, way: str, plainly: Callable, counted: list[str]):
     """The loss, and the gradient of every parameter."""
-    model, ids = make(), ids_of(2, 70)
+    model, ids = EVERY[name](), ids_of(2, 70)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     options = {"attention_mask": mask} if way == "padded" else {}
@@ -520,7 +522,15 @@ WAYS = {
 }
 
 
-PACKED = [(make, way) for make in (kimi, ling, Headed) for way in WAYS] + [(kda, "FLA's name")]
+PACKED = [(kimi, way) for way in WAYS] + [(kda, "FLA's name")]
+PACKED += [(make, way) for make in (ling, Headed) for way in (WAYS if FULL else ("collator",))]
+
+
+def test_no_packed_convolution_by_the_reference_off_the_cpu():
+    run = packing.packed_convolution(lambda *_: None, lambda: True)
+    offsets, x = (torch.zeros(size, dtype=torch.int32, device="meta") for size in (3, (1, 8, 16)))
+    with pytest.raises(ValueError, match="backend must be one whose kernels run this call"):
+        run(x.double(), x[0, :, :4].double(), cu_seqlens=offsets)
 
 
 @pytest.mark.parametrize(("make", "way"), PACKED)
@@ -554,10 +564,12 @@ def test_packed_documents_checkpointed_and_compiled():
     model, ids = kimi().train(), ids_of(1, sum(DOCUMENTS))
     call = {"position_ids": positions(*DOCUMENTS)[None], "cu_seq_lens_q": offsets(*DOCUMENTS)}
     plain = step(model, ids, **call)
-    torch._dynamo.reset()
-    hold(step(torch.compile(model, backend="aot_eager"), ids, **call), plain)
     model.gradient_checkpointing_enable()
     hold(step(model, ids, **call), plain, 1e-6)
+    model.gradient_checkpointing_disable()
+    torch._dynamo.reset()
+    (model if FULL else model.model.layers[0].self_attn).compile(backend="eager")
+    hold(step(model, ids, **call), plain)
 
 
 def test_full_attention_must_know_where_documents_begin():
@@ -632,11 +644,9 @@ print(status.version, status.state)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ("0.5.0", "0.5.1", "0.5.2"))
+@pytest.mark.parametrize("version", ("0.5.0", *("0.5.1", "0.5.2") * FULL))
 def test_fla_05(version: str):
     """In a process of its own: with the Triton that it runs with. The oldest stands for what lies between it and the newest."""
-    if version != "0.5.0" and not FULL:
-        pytest.skip("only with FLASHDELTA_TESTS=full")
     triton = Path(os.environ.get("FLASHDELTA_TRITON_OLDEST", "missing"))
     old = triton.parent / f"fla-{version}"
     if not old.is_dir() or not triton.is_dir():

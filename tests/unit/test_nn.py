@@ -18,6 +18,7 @@ from flashdelta.nn.attention import MAX_STEP_TOKENS
 from flashdelta.nn.lm import VOCABULARY, encode
 from flashdelta.nn.weights import FORMS
 
+from ..full import FULL
 from ..support.layers import HIDDEN, check_joining, check_packed, check_pool, make_layer, rows
 
 HEADS = {
@@ -282,7 +283,7 @@ def test_steps_and_prefills_over_a_pool_compile_for_all_batches():
     layer = make_layer(torch.float32)
     function = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     pools = layer.make_pool(5), layer.make_pool(5)
-    for N, tokens in ((1, 1), (2, 1), (3, 1), (2, 13)):
+    for N, tokens in ((2, 1), (3, 13), *((1, 1), (3, 1)) * FULL):
         x, slots = rows(N, tokens, dtype=torch.float32, device="cpu"), torch.arange(N)
         found, want = (run(x, pool=pool, slots=slots)[0] for run, pool in zip((function, layer), pools))
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
@@ -290,21 +291,18 @@ def test_steps_and_prefills_over_a_pool_compile_for_all_batches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["packed", "autocast checkpointed"])
-def test_training_compiles_into_one_graph(way: str):
-    """Forward and backward, whatever is around them; gradients are those of the eager layer."""
+def test_training_compiles_into_one_graph():
+    """Forward and backward of packed sequences, under autocast and checkpointed; gradients are those of the eager layer."""
     layer, x = make_layer(torch.float32), rows(1, 40, dtype=torch.float32, device="cpu")
-    offsets = torch.tensor([0, 13, 40], dtype=torch.int32) if way == "packed" else None
+    offsets = torch.tensor([0, 13, 40], dtype=torch.int32)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if "checkpointed" in way:
-            return checkpoint(lambda y: layer(y)[0], x, use_reentrant=False)
-        return layer(x, cu_seqlens=offsets)[0]
+        return checkpoint(lambda y: layer(y, cu_seqlens=offsets)[0], x, use_reentrant=False)
 
     torch._dynamo.reset()
     found = []
     for function in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
-        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in way):
+        with torch.autocast("cpu", torch.bfloat16):
             y = function(x)
         found.append(torch.autograd.grad(y.float().square().sum(), [*layer.parameters()]))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

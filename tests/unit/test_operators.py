@@ -84,14 +84,14 @@ TRACED_STEPS = ("paged", "mixed_packed", "own_final", "no_state", "spec_packed",
 LONG = [*whole_sequences(*TRACED), *POOL_CALLS, *steps(*TRACED_STEPS)]
 FUSED_CALLS = [
     (name, fd.fused_kda_decode, partial(make_fused, FUSED_BY_NAME[name]))
-    for name in ("bias", "two_taps", "gva8", "spec_packed", "replay")
+    for name in ("bias", "replay", *("two_taps", "gva8", "spec_packed") * FULL)
 ]
-CONVOLUTIONS = ("bias", "packed", "packed_fla", "pool", "pool_flags", "step", "marks_pool", "every", "every_packed")
+CONVOLUTIONS = ("packed", "marks_pool", "step", *("bias", "packed_fla", "pool_flags", "every", "every_packed") * FULL)
 LAYER_CALLS = [
     *((name, fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME[name])) for name in ("heads", "rows", "fused")),
     *((name, fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME[name])) for name in CONVOLUTIONS),
 ]
-BUFFERED = ("every_packed", "many_offsets", "offsets_pool", "split_every")
+BUFFERED = ("split_every", "offsets_pool", *("every_packed", "many_offsets") * FULL)
 OTHERS = [
     *FUSED_CALLS,
     *LAYER_CALLS,
@@ -126,12 +126,12 @@ def assert_compiles(op: Callable, call: dict, make: Callable[[], dict]) -> tuple
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize(("op", "make"), [*calls(*LONG[:: 2 - FULL], marks=(pytest.mark.slow,)), *calls(*OTHERS)])
+@pytest.mark.parametrize(("op", "make"), [*calls(*LONG[:: 4 - 3 * FULL], marks=(pytest.mark.slow,)), *calls(*OTHERS)])
 def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
     assert_compiles(op, make(), make)
 
 
-@pytest.mark.parametrize(("op", "make"), calls(*WITH_OUT[1 - FULL :: 2 - FULL], marks=(pytest.mark.slow,)))
+@pytest.mark.parametrize(("op", "make"), calls(*WITH_OUT[1 - FULL :: 4 - 3 * FULL], marks=(pytest.mark.slow,)))
 def test_compiles_with_out(op: Callable, make: Callable[[], dict]):
     out = torch.full_like(op(**make())[0], torch.nan)
     want = assert_compiles(op, make() | {"output" if op is fd.recurrent_kda else "out": out}, make)
@@ -139,10 +139,9 @@ def test_compiles_with_out(op: Callable, make: Callable[[], dict]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("case", named("softplus", "packed_bf16_state"), ids=case_id)
-def test_compiles_with_gradients(case: Case, op):
-    call = short_call(case, op)
+@pytest.mark.parametrize(("op", "make"), calls(*whole_sequences("softplus", "packed_bf16_state")[:: 3 - 2 * FULL]))
+def test_compiles_with_gradients(op: Callable, make: Callable[[], dict]):
+    call = make()
     names = [name for name, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()]
 
     def loss(arguments: dict) -> Tensor:
@@ -170,37 +169,36 @@ def test_compiled_graph_holds_one_operator():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "fullgraph", "error", "said"),
     [
-        ({"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}, "allow_neg_eigval must be False"),
-        ({"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)}, "final_state must be of dtype float32"),
+        ({"allow_neg_eigval": True}, True, torch._dynamo.exc.Unsupported, "allow_neg_eigval must be False"),
+        ({"final_state": torch.zeros(1, 2, 32, 64).half()}, False, TypeError, "final_state must be of dtype float32"),
     ],
     ids=["rule", "dtype"],
 )
-def test_a_traced_call_says_what_is_wrong(options: dict, said: str):
-    call = short_call(BY_NAME["state"], fd.chunk_kda) | options
-    for fullgraph, error in ((False, (ValueError, TypeError)), (True, torch._dynamo.exc.Unsupported)):
-        with pytest.raises(error, match=said):
-            compiled(lambda arguments: fd.chunk_kda(**arguments), fullgraph=fullgraph)(call)
+def test_a_traced_call_says_what_is_wrong(options: dict, fullgraph: bool, error: type[Exception], said: str):
+    call = short_call(BY_NAME["state"], fd.chunk_kda) | {"use_beta_sigmoid_in_kernel": False} | options
+    with pytest.raises(error, match=said):
+        compiled(lambda arguments: fd.chunk_kda(**arguments), fullgraph=fullgraph)(call)
 
 
 # ---- the operators themselves -------------------------------------------------------------------------------------
 
 
-CHECKED = whole_sequences("bounded", "state", "packed_int32", "no_final_state")
+CHECKED = [*whole_sequences("bounded", "state", "packed_int32", "no_final_state"), *POOL_CALLS][:: 3 - 2 * FULL]
 WITHOUT_TOKENS = [
     (case.name, fd.chunk_kda, partial(make_call, replace(case, h=False))) for case in named("T0", "packed_all_empty")
 ]
 """An operator must not return its input, which is the final state here."""
 
-STEPPED = calls(*steps("paged", "spec_packed", "verify_rows", "source"), marks=(pytest.mark.slow,))
+STEPPED = calls(*steps("spec_packed", "verify_rows", *("paged", "source") * FULL), marks=(pytest.mark.slow,))
 
 
 @pytest.mark.usefixtures("as_on_gpu")
 @pytest.mark.parametrize("way", ["plain", "out", "gradients"])
 @pytest.mark.parametrize(
     ("op", "make"),
-    [*calls(*CHECKED, *POOL_CALLS, *WITHOUT_TOKENS, *LAYER_CALLS, ("", fd.commit, commit_call)), *STEPPED],
+    [*calls(*CHECKED, *WITHOUT_TOKENS, *LAYER_CALLS, ("", fd.commit, commit_call)), *STEPPED],
 )
 def test_opcheck(op: Callable, make: Callable[[], dict], way: str):
     """Checks the operator that a traced call goes through."""

@@ -27,6 +27,7 @@ from flashdelta.parallel import context as contexts
 from flashdelta.parallel.border import shard
 from flashdelta.problem import device_checks
 
+from ..full import FULL
 from ..support.cases import BY_NAME, Case
 from ..support.inputs import make_call, on_meta
 from ..support.layers import HIDDEN, make_layer
@@ -70,7 +71,7 @@ def batches(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
     return tuple(b - a for a, b in itertools.pairwise(offsets)), ranks
 
 
-@settings(max_examples=30)
+@settings(max_examples=30 if FULL else 15)
 @given(batches(), st.integers(0, 2), st.sampled_from(["auto", 2, 3]))
 def test_ranks_find_what_one_finds(batch: tuple[tuple[int, ...], int], spare: int, split: str | int):
     """Also where each cuts its tokens into segments."""

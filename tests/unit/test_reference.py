@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
-from ..full import FULL
+from ..full import FULL, in_turn
 from ..support.cases import BF16, BY_NAME, CASES, FP32, PACKED_CASES, WITH_GRADIENTS, Case, case_id
 from ..support.gradients import gradients, incoming
 from ..support.held import run_held
@@ -33,12 +33,9 @@ def test_recurrence_is_the_papers(case: Case):
 # ---- chunked = recurrent -------------------------------------------------------------------------------------------
 
 
-HALF = (BF16, torch.float16)
-
-
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(c, dtype) for i, c in enumerate(CASES) for dtype in (FP64, FP32, *(HALF if FULL else HALF[i % 2 :][:1]))],
+    [*((c, FP64) for c in CASES), *in_turn(CASES, (FP32, BF16, torch.float16))],
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_chunked_is_the_recurrence(case: Case, dtype: torch.dtype):
@@ -100,9 +97,8 @@ def test_nan_stays_in_its_sequence(layout: str, name: str, op):
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
 
-GRADIENT_CASES = [
-    case for case in CASES if 0 < case.tokens < 200 and case.layout == "dense" and not case.h and case.sequences
-]
+SMALL = [case for case in CASES if 0 < case.tokens < 200 and case.layout == "dense" and not case.h and case.sequences]
+GRADIENT_CASES = [case for case in SMALL if FULL or case in WITH_GRADIENTS]
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
@@ -137,4 +133,4 @@ def test_gradcheck(op, case: Case):
         return [x for x in op(**call | dict(zip(names, tensors))) if x is not None]
 
     leaves = tuple(call[name].detach().clone().requires_grad_() for name in names)
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=FULL)

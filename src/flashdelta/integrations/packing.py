@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backends import KERNEL
 from ..nn.attention import zero_strays
 from ..ops.convolution import short_convolution
 from .seams import Patch, Patches, differences, folder_of
@@ -140,7 +141,7 @@ def packed_convolution(original: Callable[..., Any], is_on: Callable[[], bool]) 
             return original(x, weight, bias=bias, activation=activation, **named)
         rows = x.mT.flatten(0, 1)[None]
         weight, bias = (None if w is None else w if w.dtype == torch.float32 else w.to(x.dtype) for w in (weight, bias))
-        y, _ = short_convolution(rows, weight, bias, activation=activation, cu_seqlens=offsets)
+        y, _ = short_convolution(rows, weight, bias, activation=activation, cu_seqlens=offsets, backend=KERNEL)
         return y.view_as(x.mT).mT
 
     return causal_conv1d_fn

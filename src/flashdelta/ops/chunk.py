@@ -215,4 +215,4 @@ def chunk_kda(
     return found["o"], found.get("final_state"), h
 
 
-_dispatch = Dispatcher(operations.CHUNK, chunk_kda, beside=("border",))
+_dispatch = Dispatcher(operations.CHUNK, chunk_kda, extra_tensors=("border",))

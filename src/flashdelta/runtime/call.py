@@ -51,14 +51,14 @@ class Refused(Entry):
 
 class Dispatcher:
     """The way of a public function's calls. It passes its tensors and its options, each in the order of its signature, and
-    last the tensors `beside`, which come from an option."""
+    last the `extra_tensors`, which come from an option."""
 
-    def __init__(self, operation: Operation, function: Callable[..., Any], beside: tuple[str, ...] = ()):
+    def __init__(self, operation: Operation, function: Callable[..., Any], extra_tensors: tuple[str, ...] = ()):
         self.signature = inspect.signature(function)
         parameters = self.signature.parameters.values()
         self.operation, self.function, self.kind = operation, function, operation.name
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
+        self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *extra_tensors)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         self.place = place = {name: i for i, name in enumerate(self.tensors)}
         of_rows = dict.fromkeys("qkv", place.get(operation.rows, -1))

@@ -100,11 +100,18 @@ def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int, steps: bool = F
     t, copies = prepare_inputs(t)
     wanted = layout(problem, split_layout(problem, t.device, steps), steps)
     return StageSet(
-        *(problem, t, copies, wanted, arch),
-        *(prepare_steps if steps else prepare, before_segments),
-        functools.partial(outgoing, steps=steps),
-        functools.partial(recurrence, steps=steps),
-        *(reverse, wy, intra),
+        problem=problem,
+        t=t,
+        copies=copies,
+        layout=wanted,
+        arch=arch,
+        prepare=prepare_steps if steps else prepare,
+        before_segments=before_segments,
+        outgoing=functools.partial(outgoing, steps=steps),
+        recurrence=functools.partial(recurrence, steps=steps),
+        reverse=reverse,
+        wy=wy,
+        intra=intra,
         squares=(problem.B, problem.T, problem.HV, TILE),
         parts_dtype=torch.bfloat16,
     )

@@ -126,8 +126,8 @@ def prefetching_ctas(ctas: int, at_once: int) -> tuple[int, int]:
     return past - past // 4, past
 
 
-def stages(problem: ChunkProblem, fetched: int, beside: int, decays: int = 1) -> int:
-    """Chunks in flight, of so many tiles and rows of decays each, up to 4: as many as shared memory holds beside tiles that
-    stay."""
+def chunks_in_flight(problem: ChunkProblem, fetched: int, beside: int, decays: int = 1) -> int:
+    """Counts the chunks, of so many tiles and rows of decays each, that are fetched ahead, up to 4: as many as shared memory
+    holds beside tiles that stay."""
     tile = TILE * TILE * 2
     return min(4, (portable.SHARED_MEMORY[90] - beside * tile - 256) // (fetched * tile + decays * problem.K * 4))

@@ -48,7 +48,7 @@ from .device.pipeline import make_ring, signal, wait
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
 from .device.wgmma import mma, mma_first
-from .launch import TILE, chunk_tiles, ctas, overlaps_prepare, parts, stages, tiles, work_tiles
+from .launch import TILE, chunk_tiles, chunks_in_flight, ctas, overlaps_prepare, parts, tiles, work_tiles
 
 TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
 """A chunk as the loader describes it where checkpoints cut sequences: its first token, its tokens, the slot for the
@@ -520,7 +520,7 @@ def recurrence_kernel(
         carry += gl.program_id(0) * (BV * K)
         semaphores += gl.program_id(0)
     PARTS = 1 if forgets is None or first_segment is not None else parts
-    scheduler = TileScheduler(
+    scheduler = TileScheduler(  # type: ignore[call-arg]
         tile_range, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, SLICES, forgets, PARTS
     )
     in_v = (v_batch, v_token, v_head)
@@ -577,7 +577,7 @@ def recurrence(
         **dict(checkpoint_arguments(problem, t) | packet_arguments(call) | state_arguments(problem, t, final_state)),
         H_V_FIRST=problem.state_v_first or v_new is not None,
         # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
-        STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
+        STAGES=chunks_in_flight(problem, fetched, beside=1, decays=4 if steps else 1),
         STREAM_K=not call.may_split and stream_k_pays(problem, most),
         **dict(parts=at_once if "forgets" in call.workspace else None, STEPS=steps, OVERLAPS=overlaps),
     )

@@ -41,7 +41,7 @@ from .device.layouts import (
 from .device.pipeline import make_ring
 from .device.tile_scheduler import TileScheduler, rows_before
 from .device.wgmma import mma, mma_first
-from .launch import TILE, ctas, stages, tiles, work_tiles
+from .launch import TILE, chunks_in_flight, ctas, tiles, work_tiles
 
 
 @gluon.jit
@@ -218,7 +218,9 @@ def reverse_kernel(
 ):  # fmt: skip
     ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 1)
     staging_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
-    scheduler = TileScheduler(None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV, None, 1)
+    scheduler = TileScheduler(  # type: ignore[call-arg]
+        None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV, None, 1
+    )
     strides = (o_batch, o_token, o_head)
     outputs = (grad_v_new, grad_h, grad_initial, border, packet)
     between = (offsets, ends)
@@ -232,5 +234,5 @@ def reverse(call: StageCall, own: dict[str, Any]) -> Launch:
     problem, most = call.problem, ctas(call.problem.V // TILE, call.t.device)
     used = most if own["ends"] is not None and problem.N > 0 else min(work_tiles(problem), most)
     own = dict(own, tiles_d=tiles(call.workspace["tiles"]), decay=call.workspace["decay"])
-    own["STAGES"] = stages(problem, 3 * problem.K // TILE + 2, beside=1)
+    own["STAGES"] = chunks_in_flight(problem, 3 * problem.K // TILE + 2, beside=1)
     return launch_div8(reverse_kernel, used, problem, call.t, own)

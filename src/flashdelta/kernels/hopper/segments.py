@@ -34,7 +34,7 @@ from .device.layouts import ACC, BV, LEFT, LINES, C, as_left, from_lines, load_h
 from .device.pipeline import make_ring
 from .device.tile_scheduler import TileScheduler
 from .device.wgmma import mma, mma_first
-from .launch import MOST_CTAS, TILE, ctas, may_restart, parts, stages, tiles
+from .launch import MOST_CTAS, TILE, chunks_in_flight, ctas, may_restart, parts, tiles
 from .recurrence import new_values, rows_of_step
 
 
@@ -262,7 +262,7 @@ def transitions_kernel(
     gdc_wait()
     gdc_launch_dependents()
     ring = make_ring(tiles_d, 4 * K if STEPS else K, STAGES, 2 * (K // 64) + 1)
-    scheduler = TileScheduler(
+    scheduler = TileScheduler(  # type: ignore[call-arg]
         None, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, (K + V) // BV, forgets, 1
     )
     in_v = (v_batch, v_token, v_head)
@@ -311,7 +311,7 @@ def transitions(call: StageCall, where: dict[str, Any], steps: bool = False) -> 
     own = dict(
         **dict(tiles_d=tiles(call.workspace["tiles"]), decay=call.workspace["decay"], STEPS=steps),
         **dict(transition_arguments(t, where) | state_arguments(problem, t, None)),
-        STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0, decays=4 if steps else 1),
+        STAGES=chunks_in_flight(problem, 2 * problem.K // TILE + 2, beside=0, decays=4 if steps else 1),
     )
     used = ctas((problem.K + problem.V) // TILE, t.device)
     return launch_div8(transitions_kernel, used, problem, t, own, overlaps=True)

@@ -122,7 +122,7 @@ def wy_kernel(
             chunk = rows_before(cu_seqlens, n, T, C) + (tile.start - begin) // C
             if chunk >= rows:
                 return
-            tile = ChunkTile(tile.head, chunk, tile.batch, tile.start, tile.count)
+            tile = ChunkTile(tile.head, chunk, tile.batch, tile.start, tile.count)  # type: ignore[call-arg]
 
     h_rows: gl.constexpr = V if V_FIRST else K
     h_columns: gl.constexpr = K if V_FIRST else V

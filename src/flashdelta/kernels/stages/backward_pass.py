@@ -123,7 +123,8 @@ class StageSet:
         packets = self.t.packets
         if packets is None and problem.ranks > 1:
             packets = room_for_packets(problem, memory)
-        return Kept(workspace, *(memory.new(shape, problem.dtype) for shape in (self.squares, states, values)), packets)
+        Akk_inv, h, v_new = (memory.new(shape, problem.dtype) for shape in (self.squares, states, values))
+        return Kept(workspace, Akk_inv, h, v_new, packets)
 
     @functools.cached_property
     def segments(self) -> dict[str, Tensor]:

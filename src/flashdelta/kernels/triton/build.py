@@ -50,9 +50,18 @@ def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int) -> StageSet:
     t, copies = prepare_inputs(problem, t)
     segments = segments_of_call(problem, room(problem, arch, sm_count(t.device)), SPLIT_COSTS)
     return StageSet(
-        *(problem, t, copies, layout(problem, segments), arch),
-        *(prepare, before_segments),
-        *(outgoing, recurrence, reverse, wy, intra),
+        problem=problem,
+        t=t,
+        copies=copies,
+        layout=layout(problem, segments),
+        arch=arch,
+        prepare=prepare,
+        before_segments=before_segments,
+        outgoing=outgoing,
+        recurrence=recurrence,
+        reverse=reverse,
+        wy=wy,
+        intra=intra,
         squares=(problem.B * problem.slots, problem.HV, problem.chunk_size, problem.chunk_size),
         parts_dtype=torch.float32,
     )
