@@ -35,7 +35,7 @@ FLA_OLDER := $(foreach version,0.5.0 0.5.1 0.5.2,$(VENV)/fla-$(version))
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 export FLASHDELTA_TRITON_OLDEST := $(abspath $(OLDEST))
-# one thread a process: the tensors are tiny
+# one thread per process: the tensors are tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 

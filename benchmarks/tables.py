@@ -20,7 +20,7 @@ PICTURE = RESULTS / "headlines.svg"
 TITLES = dict(fla="FLA", cudnn="cuDNN", cudnn_ready="cuDNN, ready inputs", flash_kda="FlashKDA")
 TITLES |= dict(attn_gym="attention-gym", ieee="plain float32", fla_bf16="FLA bf16", one="one GPU", gather="all-gather")
 TITLES |= dict(no_relay="without relay", chain="single operators", bare="attention alone", whole="not split")
-TITLES |= dict(share="share of copy rate")
+TITLES |= {"share": "share of copy rate", "peak": "peak GiB", "graph cold": "cold, by graph"}
 
 WAYS = {"sustained": "Times are sustained", "graph cold": "Times are cold, by CUDA graph"}
 
@@ -71,7 +71,7 @@ def title(column: str, way: str) -> str:
     """`way`: the kind of time that the table's caption names."""
     who, _, what = column.partition(" ")
     said = "/".join(TITLES.get(x, x) for x in who.split("/"))
-    return said if what in ("", way) else f"{said}, {what.replace('peak', 'peak GiB').replace('graph', 'by graph')}"
+    return said if what in ("", way) else f"{said}, {TITLES.get(what, what)}"
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
@@ -205,7 +205,7 @@ def served() -> list[list[str]]:
         row = [x for x in load(path)["samples"] if x["scenario"] == "linear" and x["row"].startswith("tokens/s")]
         if row:
             ours, engine = (f"{statistics.median(x[mode] for x in row):,.0f} tokens/s" for mode in ("on", "off"))
-            name = f"[vLLM serves random layers of Kimi-Linear's widths: {row[0]['row'][10:]}](benchmarks/results/{path.name})"
+            name = f"[vLLM serves random Kimi-Linear layers: {row[0]['row'][10:]}](benchmarks/results/{path.name})"
             engine += f" ({statistics.median(x['on'] / x['off'] for x in row):.2f}x)"
             gpu = load(path)["engines"]["linear:on"]["gpu"][7:]
             lines.append([name, ours, "-", "-", engine, "-", gpu, "`python benchmarks/serve/run.py times --waves 3`"])

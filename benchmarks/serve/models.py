@@ -33,7 +33,7 @@ SCENARIOS = {
     "preempt": Scenario(True, blocks=72),
 }
 MODES = ("off", "on", "fused", "base", "on-base")
-"""vLLM's own, with flashdelta, with its fused step in place of vLLM's, too; `base` takes 512 instead of 8192 tokens a step."""
+"""vLLM's own, with flashdelta, also with its fused step instead of vLLM's; `base` takes 512, not 8192 tokens per step."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def hot_costs(found: dict[Entry, Costs]) -> list[tuple[str, str, Costs]]:
 
 
 def table() -> str:
-    """Lists for all recorded Tritons, in Markdown, registers and spilled bytes a thread, and instructions."""
+    """Lists for all recorded Tritons, in Markdown, registers and spilled bytes per thread, and instructions."""
     tritons = records.recorded_tritons()
     lines = ["| kernel | variant | " + " | ".join(tritons) + " |", "| --- | --- |" + " ---: |" * len(tritons)]
     for rows in zip(*(hot_costs(records.read(triton)) for triton in tritons)):

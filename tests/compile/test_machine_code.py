@@ -121,8 +121,8 @@ def test_every_kernel_is_recorded_for_every_gpu(arch: int, version: str):
 
 @pytest.mark.parametrize("version", records.recorded_tritons())
 def test_as_many_ctas_of_hoppers_decode_fit_as_it_counts_on(version: str):
-    """An SM has 65,536 registers, which a warp gets 8 a thread at a time, and 228 KB of shared memory, of which 1 KB goes with
-    each CTA."""
+    """An SM has 65,536 registers, which a warp gets 8 per thread at a time, and 228 KB of shared memory, of which 1 KB goes
+    with each CTA."""
     found = records.read(version)
     decode = [c for e, c in found.items() if e.kernel == "decode_kernel" and e.variant.startswith("hopper ")]
     by_registers = min(65_536 // (32 * 8 * -(-costs.registers // 8)) for costs in decode)

@@ -2,7 +2,7 @@
 
     python -m tests.compile.variants --arch 80 --arch 90 --json
 
-Prints, for every kernel variant and architecture, registers a thread, bytes spilled to local memory, shared memory a CTA,
+Prints, for every kernel variant and architecture, registers per thread, bytes spilled to local memory, shared memory per CTA,
 places where Hopper code waits for asynchronous MMAs, instructions, and the seconds it took.
 """
 

@@ -470,9 +470,7 @@ def high_pair(x: Value, y: Value) -> Value:
 
 
 def low_pair(x: Value, y: Value) -> Value:
-    low = [
-        round_bf16(v.data - (bits_of(v) & np.uint32(0xFFFF0000)).view(np.float32)).view(np.uint32) >> 16 for v in (x, y)
-    ]
+    low = [round_bf16(v.data - (bits_of(v) & 0xFFFF0000).view(np.float32)).view(np.uint32) >> 16 for v in (x, y)]
     return Value((low[0] | low[1] << 16).view(np.int32), tl.int32, x.layout)
 
 
@@ -501,7 +499,8 @@ PTX: dict[str, Callable] = {
     "{ .reg .f32 a, b; and.b32 a, $1, 0xffff0000; and.b32 b, $2, 0xffff0000; sub.f32 a, $1, a; sub.f32 b, $2, b; "
     "cvt.rn.bf16x2.f32 $0, b, a; }": low_pair,
     "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }": lambda at: Value(np.zeros(np.shape(at.data), np.int32), tl.int32),
-    "{ .reg .pred all; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.ge.s32 all, $0, 128; @!all bra again; }": wait_for_all,
+    "{ .reg .pred all; again: ld.acquire.gpu.global.s32 $0, [$1]; "
+    "setp.ge.s32 all, $0, 128; @!all bra again; }": wait_for_all,
 }
 """Meanings of pieces of assembly. A new one needs an entry."""
 

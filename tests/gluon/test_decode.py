@@ -71,7 +71,7 @@ def test_portable_replay(step: Step):
 
 @pytest.mark.parametrize("step", checks.WHOLE_HEADS, ids=lambda step: step.name)
 def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
-    """With a CTA a head in `commit`."""
+    """With one CTA per head in `commit`."""
     monkeypatch.setattr("flashdelta.kernels.hopper.commit.SLICES_AT_ONCE", 0)
     checks.check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
 

@@ -223,7 +223,7 @@ def in_steps(steps: bool = True) -> Iterator[mock.Mock]:
 
 @contextlib.contextmanager
 def whole_heads() -> Iterator[None]:
-    """`commit` has a CTA a head for bfloat16 states, as of many sequences."""
+    """`commit` has one CTA per head for bfloat16 states, as of many sequences."""
     with nothing_replayed(), mock.patch("flashdelta.kernels.hopper.commit.SLICES_AT_ONCE", 0):
         yield
 

@@ -22,7 +22,7 @@ MARGIN = 64
 class Step(Case):
     """One call. `offsets_dtype` is that of all indices, which lie `every` numbers apart.
 
-    `indices`: slots, one a sequence, with speculative tokens a row of them (None: slot `n` of `B`). `source`: slots of another
+    `indices`: slots, one per sequence, or with speculative tokens a row (None: slot `n` of `B`). `source`: slots of another
     pool. `rows`: rows of `intermediate_states` ("slots": as `indices`), which has `buffer` of them (None: 3, or as many as
     slots). Slots lie `gap` elements further apart than they must.
     """
@@ -115,7 +115,7 @@ STEPS = [
     Step("mixed", "q, k, v in one row", layout="mixed", H=2, HV=4),
     Step("mixed_rows", "rows of a wider projection", layout="mixed_rows", state=BF16),
     Step("mixed_packed", "the same when packed", layout="mixed_rows", lengths=(2, 0, 3), v_first=False),
-    Step("mixed_spec", "1 + S rows a sequence", **TWO_DRAFTS, layout="mixed", B=2, indices=((1, 2, 3), (4, 5, 6))),
+    Step("mixed_spec", "1 + S rows per sequence", **TWO_DRAFTS, layout="mixed", B=2, indices=((1, 2, 3), (4, 5, 6))),
     Step("fused", "all inputs are slices of one projection", layout="fused", B=2, T=2, indices=(1, 0)),
     Step("odd", "inputs off every boundary", layout="odd_offset", B=2, indices=(1, 0)),
     Step("transposed", "q, k, v, g not dense in their last dimension", layout="last_dim_strided", H=2),

@@ -182,7 +182,7 @@ HOPPER_REPLAYED = [
 """Those that Hopper has kernels for, or nearly."""
 
 WHOLE_HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.spec < 16]
-"""Those that `commit` may replay with a CTA a head."""
+"""Those that `commit` may replay with one CTA per head."""
 
 
 OTHER_ROUNDS = ({}, {"K": 128}, {"group": 2}, {"gate": "softplus", "v_first": False, "group": 2})

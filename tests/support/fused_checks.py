@@ -47,7 +47,7 @@ def check_fused(step: FusedStep, dtype: torch.dtype, backend: str, device: str =
 
 
 def by_operators(call: dict, backend: str) -> torch.Tensor:
-    """A call of one token a sequence as single operators: what it returns. Both pools are written."""
+    """A call of one token per sequence as single operators: what it returns. Both pools are written."""
     rows, HV, K = call["x"].shape[0], call["state"].shape[1], call["state"].shape[3]
     pool = {"state_pool": call["conv_state"], "state_indices": call["state_indices"], "backend": backend}
     mixed, _ = fd.short_convolution(call["x"][:, None], call["weight"], call["bias"], **pool)

@@ -55,7 +55,7 @@ def row_excess(got: Tensor, want: Tensor) -> Tensor:
 
 
 def worst_coordinates(got: Tensor, want: Tensor, count: int = 5) -> str:
-    """The coordinates that are furthest off (NaN first), one a line."""
+    """The coordinates that are furthest off (NaN first), one per line."""
     got, want = got.detach().double(), want.detach().double()
     distance = (got - want).abs().nan_to_num(nan=torch.inf)
     lines = []

@@ -160,7 +160,7 @@ BUFFERS = [
     buffered("every_h", "with h, packed", replace(PACKED, h=True, state=BF16), every=128, final=FP32),
     buffered("every_gva", "grouped heads", _case(lengths=(70, 20), H=2, HV=4), every=64),
     buffered("every_unbounded", "the other gate", _case(T=70, gate="softplus", lower_bound=None), every=64),
-    buffered("at_offsets", "one a sequence, inside chunks and at their ends", LONG, **at((16, 0, 64), (3, 4, 0))),
+    buffered("at_offsets", "one per sequence, inside chunks and at their ends", LONG, **at((16, 0, 64), (3, 4, 0))),
     buffered(
         "many_offsets",
         "more than a pool takes, in any order, V first",

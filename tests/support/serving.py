@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class Serving:
-    """`drafts`: speculative tokens a sequence, 0 for none. `longest`: prompt; without prompts nothing is prefilled."""
+    """`drafts`: speculative tokens per sequence, 0 for none. `longest`: prompt; without prompts nothing is prefilled."""
 
     def __init__(self, layer: KimiLinear, drafts: int, tolerance: float, seed: int = 0, longest: int = LONGEST):
         self.layer, self.model, self.drafts = layer, layer.model, drafts

@@ -101,6 +101,6 @@ def test_host_functions_are_short():
 
 def test_the_operator_of_other_programs_keeps_its_schema():
     assert str(torch.ops.kda_prefill.forward.default._schema) == (
-        "kda_prefill::forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int chunk_size, *, float? scale=None, "
-        'str gate="none", str precision="tf32x3", str backend="auto") -> (Tensor o, Tensor w, Tensor u)'
+        "kda_prefill::forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int chunk_size, *, float? "
+        'scale=None, str gate="none", str precision="tf32x3", str backend="auto") -> (Tensor o, Tensor w, Tensor u)'
     )

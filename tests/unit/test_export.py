@@ -287,7 +287,7 @@ def test_decode_launches_what_python_does(exported: Export, gap: int, shape: dic
     given = {name: args[name] for name in ("q", "k", "v", "g", "beta", "o")}
     given |= {"initial_state": args["states"], "final_state": args["states"], "starts": args["state_indices"]}
     (record,) = found.launches
-    # one token a sequence: how many more would be looked at does not count
+    # one token per sequence: how many more would be looked at does not count
     arguments = [1 if p.name == "most_tokens" else x for p, x in zip(want.kernel.params, want.arguments)]
     check_launch(record, replace(want, arguments=tuple(arguments)), given)
 

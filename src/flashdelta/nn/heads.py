@@ -67,12 +67,12 @@ def share_of(layer: nn.Module, found: Mapping[str, int], heads: Mapping[str, tup
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
     plan = f"{', '.join(SPLIT)} column-wise, o_proj row-wise, by torch.distributed.tensor.parallel.parallelize_module"
     if mesh is None or ranks == 1 or not hasattr(getattr(layer.o_proj, "weight", None), "device_mesh"):
-        raise ValueError(f"a layer is split over ranks by {plan}; got outputs of {found} channels, and no such plan")
+        raise ValueError(f"a layer must be split over ranks by {plan}; got {found} channels, and no such plan")
     for name, (number, width) in heads.items():
         if number % ranks:
             raise ValueError(f"ranks must divide the number of heads; got {ranks} ranks and {number} heads of {name}")
         if found[name] * ranks != number * width:
-            raise ValueError(f"a layer is split over ranks by {plan}; got {found[name]} channels of {name}")
+            raise ValueError(f"a layer must be split over ranks by {plan}; got {found[name]} channels of {name}")
     return Share(ranks, mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1))
 
 

@@ -1,4 +1,4 @@
-"""Where sequences and chunks lie, computed on the device: nothing here waits for a GPU.
+"""Locates sequences and chunks on the device: nothing here waits for a GPU.
 
 Checkpoint spans: a sequence of `L` tokens is cut at its `M` checkpoints, `cut_m = clamp(offset_m, cut_{m-1}, L)`, and its chunk
 grid starts anew at every cut, so that every checkpoint is a chunk boundary. Spans may be empty. The state after `cut_m` tokens

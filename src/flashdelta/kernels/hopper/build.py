@@ -1,4 +1,4 @@
-"""From a validated call to its plan."""
+"""Makes the plan of a validated call."""
 
 from __future__ import annotations
 

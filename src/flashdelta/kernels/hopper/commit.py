@@ -124,10 +124,10 @@ def replay_kernel(
     rows, tokens, HV, slot_pitch: gl.int64, row_pitch: gl.int64, row_step: gl.int64,
     K: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr, ONE_MORE: gl.constexpr,
 ):  # fmt: skip
-    """At most `TOKENS` tokens and `SLICES` slices of a head, in four warps. Both parts of the operands lie along the sum: the
-    low part of keys, then the high one for both parts of `u`. An accumulator gives a thread 2 adjacent columns of every 8; with
-    pairs swapped these are 4 adjacent ones of every 16, or 8 of 32: 16 bytes. `ONE_MORE`: the first of 17 tokens is a sum of
-    its own, not part of the product."""
+    """Replays at most `TOKENS` tokens for `SLICES` slices of a head, in four warps. Both parts of the operands lie along the
+    sum: the low part of keys, then the high one for both parts of `u`. An accumulator gives a thread 2 adjacent columns of
+    every 8; with pairs swapped these are 4 adjacent ones of every 16, or 8 of 32: 16 bytes. `ONE_MORE`: the first of 17 tokens
+    is a sum of its own, not part of the product."""
     sums_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_l, k_width=1)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums_l, k_width=1)

@@ -139,15 +139,15 @@ def fused_decode_kernel(
 ):  # fmt: skip
     """`K = V` channels, as many threads. For each of `GROUP` value heads, 32 rows of the state at a time:
 
-    x, windows, g --> a thread a channel: convolution, decay --> q_s, k_s, decay_s, v_s
+    x, windows, g --> thread per channel: convolution, decay --> q_s, k_s, decay_s, v_s
                                                                    |
                                                                    v
     state --cp.async--> state_s V / 32 x [32, K] --> D = decay S --> D k, D q --> correction --> out_s
                                                      D + correction k --> memory
 
-    out_s --> each warp: norm; a thread a channel: output gate --> o
+    out_s --> each warp: norm; thread per channel: output gate --> o
 
-    Barriers: two for the order of loads, one for the rows, one a tile, one for the norm. CTAs from `first_ahead` to
+    Barriers: two for the order of loads, one for the rows, one per tile, one for the norm. CTAs from `first_ahead` to
     `past_ahead` prefetch.
     """
     WARPS: gl.constexpr = gl.num_warps()

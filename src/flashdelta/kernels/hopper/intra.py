@@ -67,8 +67,8 @@ def jumps(row):
 
 @gluon.jit
 def store_pairs_by_distance(near_s, far_s):
-    """From a matrix in `near_s` two left operands: pairs i > j of one block of 32 rows, and of the two blocks, over the jumps
-    between j and i."""
+    """Splits the matrix in `near_s`, divided by the jumps between j and i, into two left operands: pairs i > j within a block
+    of 32 rows, and pairs across the two blocks."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     i, j = row_column(C, C, copy_l)
     # a power of two by its exponent's bits
@@ -105,9 +105,9 @@ def replace_decays(last_rows):
 
 @gluon.jit
 def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K):
-    """From log decays in `high_s + low_s`: the gradients of `q_i` and `k_i` (for beta 1) as left operands, of `k_j` as a right
-    one, and of G. `rows`: factors of a key's row on the right, of a query's and of a key's on the left. `last_rows`: see
-    `replace_decays`."""
+    """Returns the gradients of `q_i` and `k_i` (for beta 1) as left operands, of `k_j` as a right one, and of G, from log
+    decays in `high_s + low_s`. `rows`: factors of a key's row on the right, of a query's and of a key's on the left.
+    `last_rows`: see `replace_decays`."""
     of_right, of_q, of_w = rows
     near_A, far_A, near_Aqk, far_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands
@@ -196,8 +196,8 @@ def all_pairs(
 
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def intra_kernel(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, size_k, out_q, out_k,
-    out_g, out_beta, partial_A_log, partial_dt_bias, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, size_k, out_q,
+    out_k, out_g, out_beta, partial_A_log, partial_dt_bias, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
     N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,

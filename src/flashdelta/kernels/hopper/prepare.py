@@ -228,8 +228,8 @@ def half_sums(buffers, h, rate, dtype: gl.constexpr, GATE, SAFE):
 
 @gluon.jit
 def block_sums(total_s):
-    """From the totals of a block's sub-chunks: for each the sum of those before it `[4, 64]`; of the block's first half and
-    of the whole block `[64]`."""
+    """Sums the totals of a block's sub-chunks: of those before each `[4, 64]`; of the block's first half and of the whole block
+    `[64]`."""
     peers_l: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     all_l: gl.constexpr = gl.SliceLayout(0, peers_l)
     peers = total_s.reshape([4, 64]).load(all_l)
@@ -326,7 +326,7 @@ def block_inverses(minus_A, rhs_s, diagonal_s):
 
 @gluon.jit
 def store_inverse_parts(X, D_s, n_s, I_n_s):
-    """From what `block_inverses` gives: D and n, each as its high and its low parts, and the high part of I + n. Parts are
+    """Stores what `block_inverses` returns: D and n, each as its high and its low parts, and the high part of I + n. Parts are
     worked on in words of 2 columns."""
     x0, x1 = gl.split(X.reshape([4, 2, 8, 32, 2]))
     layout: gl.constexpr = x0.type.layout

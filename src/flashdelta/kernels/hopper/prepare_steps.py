@@ -297,8 +297,8 @@ def masked(x, mask):
 
 @gluon.jit
 def step_operands(x):
-    """From both steps' matrices `[64, 32]` in bf16: the left operands in registers of a product with the chunk's rows, 16 rows
-    at a time."""
+    """Returns both steps' matrices `[64, 32]`, in bf16, as left operands, in registers, of a product with the chunk's rows, 16
+    rows at a time."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     left, right = gl.split(x.reshape([64, 2, 16]).permute((0, 2, 1)))
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None]
@@ -445,8 +445,8 @@ def does_forget(decay, largest_kb_s, largest_w, K):
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def prepare_steps_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
-    tiles_d, decay, semaphores, forgets, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32, HV: gl.int32,
-    group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
+    tiles_d, decay, semaphores, forgets, scale: gl.float32, lower_bound: gl.float32, T: gl.int32, N: gl.int32,
+    HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
     q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
     g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32, parts,

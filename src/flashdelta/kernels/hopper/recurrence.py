@@ -496,8 +496,8 @@ def recurrence_kernel(
     first_segment, starts, forgets, border, packet, initial_state, final_state, state_indices, has_initial_state,
     lowest: gl.int32, pool_slots: gl.int32, has_initial: gl.int32, has_final: gl.int32, state_pitch: gl.int64,
     T: gl.int32, N: gl.int32, HV: gl.int32, slots: gl.int32, checkpoints: gl.int32,
-    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32, parts,
-    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, H_V_FIRST: gl.constexpr, STAGES: gl.constexpr,
+    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32,
+    parts, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, H_V_FIRST: gl.constexpr, STAGES: gl.constexpr,
     STREAM_K: gl.constexpr, STEPS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     DECAYS: gl.constexpr = 4 * K if STEPS else K

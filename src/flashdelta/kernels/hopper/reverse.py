@@ -46,7 +46,7 @@ from .launch import TILE, chunks_in_flight, ctas, tiles, work_tiles
 
 @gluon.jit
 def wanted_chunks(tile, offsets):
-    """How many chunks of a work tile are scanned. A sequence's first segment has no offset: nobody needs it."""
+    """Counts the chunks to scan in a work tile. A sequence's first segment has no offset: nobody needs it."""
     chunks = (tile.end - tile.begin + C - 1) // C
     if offsets is not None:
         chunks = gl.where(tile.is_segment & (tile.first > 0), chunks, 0)

@@ -9,7 +9,7 @@ Contract, system of equations and products as in `triton/verify.py`. Data gets t
 * Pairs of tokens are products of rows, too. Bounded decays: of `exp(G_t)` and `exp(-G_s)`, which are within float32. Others: by
   levels. Every pair `s < t` lies in the two halves of one aligned block of tokens, and of those halves' rows one decays from
   token `s` to the end of the first half, the other from there to token `t`. All factors are products of `exp(g)`, none is a
-  quotient. Levels of up to 8 tokens fit into one product, of as many MMAs a warp as that of bounded decays.
+  quotient. Levels of up to 8 tokens fit into one product, of as many MMAs per warp as that of bounded decays.
 * The system is solved by value channel: a thread has all tokens of one, and what couples them is broadcast from shared memory.
   Substitution takes `TOKENS^2` multiplications, and no inverse.
 * A 17th token sees the 16 before it, and none sees it. So it is two more columns of each product, in tiles of their own, and a
@@ -131,7 +131,7 @@ def pairs_by_levels(
 
 @gluon.jit
 def store_rows(rows_s, nth: gl.constexpr, rows):
-    """To the `nth` such rows of both parts of `rows_s`, in `two_parts`."""
+    """Stores `rows`, in `two_parts`, as the `nth` group of so many rows in both parts of `rows_s`."""
     N: gl.constexpr = rows.shape[0]
     high, low = two_parts(rows)
     rows_s[0].slice(nth * N, N, dim=0).store(high)
@@ -219,7 +219,7 @@ def verify_kernel(
     K: gl.constexpr, V: gl.constexpr, TOKENS: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr,
     L2NORM: gl.constexpr, NULL_GIVES_ZERO: gl.constexpr, ONE_MORE: gl.constexpr,
 ):  # fmt: skip
-    """At most `TOKENS` tokens per sequence, in `V / 32` warps. With `T = TOKENS`, and k above q in rows `2 t` and `2 t + 1`:
+    """Verifies at most `TOKENS` tokens per sequence, in `V / 32` warps. `T = TOKENS`; k is above q, in rows `2 t`, `2 t + 1`:
 
     k, q, g  --by key channel-->  rows_s [2, 2 T, K]  exp(G) k and exp(G) q       until_s [2, 16, K]  exp(-G) k
                                     |      |                                         |

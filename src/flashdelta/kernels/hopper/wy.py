@@ -65,8 +65,8 @@ def operand(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
 @gluon.jit(do_not_specialize=SCALARS_AND_STRIDES)
 def wy_kernel(
     q, k, g, v, beta, A_log, dt_bias, cu_seqlens, Akk_inv, h, v_new, grad_o, grad_v_new, grad_h, g_d, grad_q,
-    grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk, size_k, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
-    N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32,
+    grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk, size_k, scale: gl.float32, lower_bound: gl.float32,
+    T: gl.int32, N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32,
     rows: gl.int32, tile_count: gl.int32, q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32,
     k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32, g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
     v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32,

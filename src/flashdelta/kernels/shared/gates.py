@@ -21,7 +21,7 @@ def sigmoid(x):
 
 @triton.jit
 def quick_sigmoid(x):
-    """To about 2^-22 of itself, without the scaling of a division."""
+    """Returns the sigmoid to about 2^-22 of itself, without the scaling of a division."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
     return root * root
 

@@ -23,6 +23,6 @@ def rounded_product(a, b):
 
 @triton.jit
 def summand(a, b, OTHERS=1):
-    """`a b`, rounded where a thread may have one product of a sum: where the tile has no more elements a thread than `OTHERS`,
-    those that one has along the axis that stays. The interpreter knows of no threads."""
+    """`a b`, rounded where a thread may have one product of a sum: where the tile has no more elements per thread than
+    `OTHERS`, those that one has along the axis that stays. The interpreter knows of no threads."""
     return rounded_product(a, b) if INTERPRETED or a.numel <= OTHERS * num_threads() else a * b

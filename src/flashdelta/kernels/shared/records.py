@@ -25,7 +25,7 @@ def store_decay_and_key(records, at, stored, exp_g, k, K):
 
 @triton.jit
 def record_values(records, K):
-    """Where `u` of a token and head begins."""
+    """Returns the address of `u` of a token and head."""
     return records + 2 * K
 
 
@@ -39,7 +39,7 @@ def load_record(records, there, key, value, K):
 
 @triton.jit
 def record_counts(records, K, V):
-    """Where the counts of a row and head begin."""
+    """Returns the address of the counts of a row and head."""
     return records + 2 * K + V
 
 

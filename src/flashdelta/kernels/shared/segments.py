@@ -1,4 +1,4 @@
-"""Which chunks a segment of a split sequence has (docs/split.md).
+"""Assigns the chunks of a split sequence to its segments (docs/split.md).
 
 A sequence is cut into `parts` segments; `part` is the number of one of them.
 """
@@ -75,8 +75,8 @@ def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, c
 
 @triton.jit
 def part_of_span(first, stop, before, chunks):
-    """Which chunks of a span are in `[first, stop)`, chunks of its sequence, of which `before` precede the span. `before` must
-    come from what the loop over spans carries anyway: a counter that starts at 0, Triton 3.6 takes for the constant 0."""
+    """Clips chunks `[first, stop)` of a sequence to a span after `before` of its chunks, counted from the span on. `before`
+    must come from what the loop over spans carries anyway: a counter that starts at 0, Triton 3.6 takes for the constant 0."""
     start = tl.minimum(tl.maximum(first - before, 0), chunks)
     return start.to(tl.int32), tl.minimum(tl.maximum(stop - before, start), chunks).to(tl.int32)
 

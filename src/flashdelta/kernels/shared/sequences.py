@@ -1,4 +1,4 @@
-"""Where sequences and their chunks lie: `cu_seqlens`, checkpoint spans and chunk slots (`reference/sequences.py` defines them).
+"""Locates sequences and their chunks: `cu_seqlens`, checkpoint spans and chunk slots (`reference/sequences.py` defines them).
 
 Offsets are clamped as they are read, so bad ones never lead outside the tensors.
 """
@@ -98,8 +98,8 @@ def first_chunk_slot(begin, n, spans, C):
 
 @triton.jit
 def span_end(checkpoint_offsets, n, span, spans, start, length):
-    """Where the checkpoint span that begins at token `start` of sequence `n` ends: at its checkpoint, the last span at the
-    sequence's end. Never before `start` or past `length`, whatever the offset is."""
+    """Returns the end of the checkpoint span that begins at token `start` of sequence `n`: its checkpoint, or the sequence's
+    end for the last span. It is never before `start` or past `length`, whatever the offset is."""
     offset = tl.load(checkpoint_offsets + n * (spans - 1) + tl.minimum(span, spans - 2))
     offset = tl.where(span < spans - 1, offset, length)
     return tl.minimum(tl.maximum(offset, start), length).to(length.dtype)
@@ -204,8 +204,8 @@ def own_chunk(work_tile, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot
 
 @triton.jit
 def rows_before(cu_seqlens, n, T, tokens, BLOCK):
-    """Where rows that each stand for so many tokens of a sequence lie without gaps, such as chunks: the first row of sequence
-    `n`. Reads `BLOCK` offsets at a time."""
+    """Returns the first row of sequence `n` where each sequence takes `ceil(length / tokens)` rows, such as chunks, without
+    gaps. Reads `BLOCK` offsets at a time."""
     if cu_seqlens is None:
         total = n * ((T + tokens - 1) // tokens)
     else:

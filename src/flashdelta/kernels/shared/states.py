@@ -1,4 +1,4 @@
-"""Where states lie: a sequence's initial and final state are row `n` of dense tensors, or one slot of a pool.
+"""Locates states: a sequence's initial and final state are row `n` of dense tensors, or one slot of a pool.
 
 The state of value head `h` in row or slot `s` starts at element `s * pitch + h * K * V`. With a pool both tensors are the
 pool and `state_indices` names the slots; an index below `lowest`, or not below `slots`, names none. Whether there is a state
@@ -55,8 +55,8 @@ def checkpoint_slot(offsets, indices, n, span, spans, end, lowest, pool_slots):
 
 @triton.jit
 def checkpoint_target(final_state, state_pitch, lowest, slots, checkpoint_states, checkpoint_pitch, checkpoint_rows):
-    """Where checkpoints go, the pitch there, the least index and how many there are: slots of the pool, or rows of a buffer,
-    none of which is reserved."""
+    """Returns the tensor that takes checkpoints, its pitch, the least index and how many there are: slots of the pool, or rows
+    of a buffer, none of which is reserved."""
     if checkpoint_states is None:
         states = final_state
         pitch = state_pitch
@@ -89,8 +89,8 @@ def sequence_slot(state_indices, has_initial_state, n, tokens, lowest, slots, ha
 
 @triton.jit
 def last_accepted(accepted, n, most_tokens):
-    """Which token of the step before sequence `n` goes on from, and whether there is one. With `accepted` counts it is the last
-    accepted one, and a count outside `[1, most_tokens]` gives none."""
+    """Returns the token of the previous step after which sequence `n` goes on, and whether there is one. With `accepted` counts
+    it is the last accepted one, and a count outside `[1, most_tokens]` gives none."""
     token = n * 0
     known = n == n
     if accepted is not None:
@@ -147,5 +147,5 @@ def slot_and_row(slot_indices, row_indices, n, lowest, slots, rows):
 
 @triton.jit
 def placed(channel, stride, DENSE):
-    """Where channels lie; without a multiplication where they are `DENSE`."""
+    """Returns the offsets of channels, without a multiplication where they are `DENSE`."""
     return channel if DENSE else channel * stride

@@ -102,7 +102,7 @@ def compose_kernel(
 
 
 def compose_config(problem: ChunkProblem, capability: int) -> Config:
-    """At K = V = 128 a step takes 2.3 us on an H200; 2.6 with 2 stages, 4.0 with slices of 32 channels, 5.8 by `BK` = 64."""
+    """Chosen on an H200, K = V = 128: 2.3 us per step; 2.6 with 2 stages, 4.0 with slices of 32 channels, 5.8 by `BK` = 64."""
     if problem.K > 128:
         return Config(BV=min(32, problem.V), BK=64, num_warps=4, STAGES=1)
     stages = 3 if SHARED_MEMORY[capability] > 170_000 else 2

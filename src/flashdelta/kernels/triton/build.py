@@ -1,4 +1,4 @@
-"""From a validated call to its plan."""
+"""Makes the plan of a validated call."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def stages_of(problem: ChunkProblem, t: ChunkTensors, arch: int) -> StageSet:
 
 
 def prefill(problem: ChunkProblem, t: ChunkTensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """Without `u` among the outputs those of `chunk_kda`, but that `w` lies in one; with it `output` is a stage of its own."""
+    """Returns launches of `chunk_kda` that leave `w` in an output; if `u` is an output too, `output` is a launch of its own."""
     o, w, u, final_state = outputs["o"].view(t.v.shape), outputs["w"], outputs.get("u"), outputs.get("final_state")
     call = StageCall(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.memory, {"w": w}))
     if u is None:

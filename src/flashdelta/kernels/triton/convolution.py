@@ -365,7 +365,7 @@ def convolution_backward_kernel(
     """States and their gradients are dense. `partials [tiles, W (+ 1), D]` has each tile's part of the gradients of weight and
     bias; without it the one tile stores them. Each group has as many of the tile's tokens as another, or one more. The gradient
     of token `t` is there `W - 1` tokens later, which are the next group's: each group works them out again, or with `EXCHANGE`
-    takes from the next one what that has found for them (one tile of a whole sequence, no states, `AHEAD` tokens a group at
+    takes from the next one what that has found for them (one tile of a whole sequence, no states, `AHEAD` tokens per group at
     least). Tokens past the last sequence have the gradient 0."""
     if OVERLAP:
         gdc_wait()

@@ -10,7 +10,7 @@ A tile `S^T [BV, K]` of the state is read once and stays in registers. Both sums
     D = diag(exp(g_t)) S,   a = k_t^T D,   b = q_t^T D,   d = beta_t (v_t - a),   o_t = scale * (b + (q_t^T k_t) d),
 
 so that neither sum waits for the other, and one pass over the registers is left: `S <- D + k_t d`. The L2 norms of `q_t` and
-`k_t` multiply the sums instead of the rows. That leaves four instructions an element, which count where states are bfloat16.
+`k_t` multiply the sums instead of the rows. That leaves four instructions per element, which count where states are bfloat16.
 
 Memory bounds the kernel, so loads are issued in the order in which others wait for them: the slot's index, the first token's
 rows, the tile. Norms and gate are computed while the tile is in flight. From sm_90 on a launch may overlap the end of the

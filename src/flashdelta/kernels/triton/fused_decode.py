@@ -293,13 +293,13 @@ def fused_decode_kernel(
 
 
 ONE_WAVE = 396
-"""CTAs of four warps with 168 registers a thread that an H100 or H200 holds at the same time, three an SM."""
+"""CTAs of four warps with 168 registers per thread that an H100 or H200 holds at the same time, three per SM."""
 
 
 def fused_config(problem: FusedProblem, arch: int) -> Config:
     """Gives each channel a thread: rows of q, k, v and their windows are read once, and it has up to 128 elements of a
     state. Two threads share a channel for one token, in chains half as long; but where states in bfloat16 come in more than
-    one wave, three CTAs of four warps an SM have more of them in flight."""
+    one wave, three CTAs of four warps per SM have more of them in flight."""
     many = problem.T > 1 or problem.packed or problem.N * problem.HV > DECODE_FEW
     single = problem.T == 1 and not problem.packed
     warps = max(1, min(problem.K, problem.V) // 32)

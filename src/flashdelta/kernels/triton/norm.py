@@ -28,7 +28,7 @@ from .sums import sums
 
 @triton.jit
 def row_offsets(row, T, H, batch_stride, token_stride, head_stride):
-    """Where rows `[.., T, H]` begin."""
+    """Returns the offsets of rows `[.., T, H]`."""
     row = row.to(tl.uint32)  # as `rows` has 31 bits; a division of 64 bits takes longer than a load
     tokens = tl.zeros_like(row) + T
     heads = tl.zeros_like(row) + H

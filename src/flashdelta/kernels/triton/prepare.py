@@ -20,7 +20,7 @@ rows. There the exponential splits at the boundary between the halves, `exp(G_i 
 A row is in one half only, so one tile of factors serves both operands.
 
 A chunk is `[NB, 16, channels]`: `NB = C / 16` sub-chunks in a batch. `near` pairs lie in one sub-chunk: batched MMAs, one
-sub-chunk a warp. `middle` pairs lie in the two sub-chunks of 32 rows, `far` pairs in the two halves of 64: MMAs of one half
+sub-chunk per warp. `middle` pairs lie in the two sub-chunks of 32 rows, `far` pairs in the two halves of 64: MMAs of one half
 with the other.
 """
 

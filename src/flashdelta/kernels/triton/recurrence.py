@@ -49,7 +49,7 @@ from ..stages.launch import (
 
 @triton.jit
 def regular_spans(chunk, begin, end, every, C):
-    """How many spans the tokens `[begin, end)` have, from chunk `chunk` of their sequence on, where one starts before every
+    """Counts the spans of the tokens `[begin, end)`, from chunk `chunk` of their sequence on, where one starts before every
     `every` chunks."""
     stop = chunk + ((end - begin + C - 1) // C).to(tl.int32)
     return (stop + every - 1) // every - chunk // every
@@ -295,7 +295,7 @@ def recurrence(
     v_new: Tensor | None = None,
     u: Tensor | None = None,
 ) -> Launch:
-    """Without `o`, that is left to `output`. With `u`, neither `Akk_inv` nor v is read."""
+    """Scans the chunks. Without `o`, that is left to `output`. With `u`, neither `Akk_inv` nor v is read."""
     problem, t = call.problem, call.t
     c = recurrence_config(problem, call.arch)
     if u is not None:

@@ -151,7 +151,7 @@ SPLIT_COSTS = SplitCosts(step=165, transition=100, compose=230, fixed=1500)
 
 
 def room(problem: ChunkProblem, capability: int, sms: int) -> int:
-    """Segment transitions that are formed at the same time, one CTA an SM."""
+    """Segment transitions that are formed at the same time, one CTA per SM."""
     return sms // (problem.HV * ((problem.K + problem.V) // transitions_width(problem, capability)))
 
 

@@ -141,7 +141,7 @@ def inverse(A, tokens, COUNT):
 
 @triton.jit
 def not_finite(x):
-    """Which of `x` are infinite or NaN."""
+    """Marks those of `x` that are infinite or NaN."""
     return x - x != 0.0
 
 
@@ -167,7 +167,7 @@ def verify_kernel(
     SPLIT: tl.constexpr, MMA16: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr,
     V_FIRST: tl.constexpr, NULL_GIVES_ZERO: tl.constexpr, OVERLAP: tl.constexpr, ONE_MORE: tl.constexpr,
 ):  # fmt: skip
-    """At most `TOKENS` tokens per sequence, and `ONE_MORE`. Tiles of an MMA have at least 16 channels, those of them that do
+    """Verifies at most `TOKENS` tokens per sequence, and `ONE_MORE`. Tiles of an MMA have at least 16 channels, those that do
     not exist are zeros.
     `SPLIT`: parts of the key channels, one per warp. `MMA16`: the interpreter has no MMAs of bfloat16."""
     if OVERLAP:

@@ -295,7 +295,7 @@ def wy_kernel(
 def wy_config(problem: ChunkProblem, capability: int) -> Config:
     """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
 
-    On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two CTAs an SM
+    On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two CTAs per SM
     (94 KB); 32 do not, and spill. `stages=3` is two buffers: with 2 the compiler copies a slice only once the one before it is
     used up. Elsewhere held operands would fill the registers.
     """

@@ -202,15 +202,15 @@ def _check(compiled: CompiledKernel, launch: Launch, parameters: Parameters, arc
     found = re.findall(r"\.param\s+(\.\w+)", entry)
     expected = [TYPES.get(kind, ".u64") for _, kind in parameters] + [".u64"] * SCRATCH
     if found != expected:
-        raise RuntimeError(f"{label}: the compiled kernel takes {found}, expected {expected}")
+        raise RuntimeError(f"{label}: the compiled kernel must take {expected}; got {found}")
     extra = {name: getattr(metadata, name, 0) for name in ("global_scratch_size", "profile_scratch_size", "tmem_size")}
     if any(extra.values()) or metadata.num_ctas != 1:
-        raise RuntimeError(f"{label}: got {extra} and {metadata.num_ctas} blocks a cluster, expected no scratch and 1")
+        raise RuntimeError(f"{label}: scratch must be 0 and blocks per cluster 1; got {extra} and {metadata.num_ctas}")
     if metadata.shared > SHARED_MEMORY[arch]:
-        raise RuntimeError(f"{label}: {metadata.shared} bytes of shared memory, sm_{arch} has {SHARED_MEMORY[arch]}")
+        raise RuntimeError(f"{label}, sm_{arch}: shared bytes must be <= {SHARED_MEMORY[arch]}; got {metadata.shared}")
     for param, x in zip(launch.kernel.params, launch.arguments):
         if isinstance(x, int) and not param.do_not_specialize and not param.name.endswith(SPECIALISED):
-            raise RuntimeError(f"{label}: {param.name} is specialised, but is no stride")
+            raise RuntimeError(f"{label}: specialised parameters must be strides; got {param.name}")
 
 
 def compile_kernels(wanted: Iterable[Wanted], arches: Iterable[int], jobs: int | None = None) -> list[Kernel]:

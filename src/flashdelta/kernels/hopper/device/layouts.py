@@ -1,4 +1,4 @@
-"""Where elements lie: in the tiles that kernels leave for each other, in registers, and the loads and stores between.
+"""Layouts of registers and of the tiles that kernels leave for each other, with the loads and stores between them.
 
 Tiles `[64, 64]` that `prepare` leaves: row r lies at row `position(r)`, column c at column `position(c)`. An accumulator of
 wgmma gives a thread 2 adjacent columns of every 8. In positions these are 8 adjacent ones, twice: 16 bytes that go from
@@ -31,7 +31,7 @@ LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC.value, k_wid
 
 @gluon.jit
 def position(x):
-    """Where row, column or channel `x` lies: bits 1 and 2 change places with bits 3 and 4, which also leads back."""
+    """Returns the place of row, column or channel `x`: bits 1 and 2 swap with bits 3 and 4, so it is its own inverse."""
     return (x & -31) | ((x & 6) << 2) | ((x >> 2) & 6)
 
 

@@ -52,7 +52,7 @@ class Ring:
 
     @gluon.jit
     def wait(self, iteration):
-        """The computing warps': the stage, once it is full."""
+        """Waits, in the warps that compute, until the stage is full, and returns it."""
         stage = iteration % self.STAGES
         mbarrier.wait(self.full.index(stage), (iteration // self.STAGES) & 1)
         return stage
@@ -108,7 +108,7 @@ class Channel:
 
     @gluon.jit
     def wait(self, phase):
-        """Until the copy is there; `phase` is 0 for the first copy, then `next_phase`."""
+        """Waits until the copy has arrived; `phase` is 0 for the first copy, then `next_phase`."""
         mbarrier.wait(self.full, phase)
 
 
@@ -139,7 +139,7 @@ def signal(semaphore):
 
 @gluon.jit
 def wait(semaphore):
-    """Until all threads of another CTA have signalled."""
+    """Waits until all threads of another CTA have signalled."""
     lane = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     gl.static_assert(THREADS == 128 and gl.num_warps() == 4, "each of the threads that compute signals and waits")
     asm: gl.constexpr = """{

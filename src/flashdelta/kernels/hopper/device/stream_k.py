@@ -73,8 +73,8 @@ def sequence_steps(cu_seqlens, checkpoint_offsets, overhead, base, N, T, C):
 
 @gluon.jit
 def tiles_before(step, stop, tile_steps, overhead, HV):
-    """How many of a sequence's tiles lie before the cut before `step`, and chunks of the next one. The sequence's tiles have
-    `tile_steps` steps each, the last of which is before step `stop * HV`."""
+    """Counts a sequence's tiles before the cut that precedes `step`, and the next tile's chunks before it. The sequence's tiles
+    have `tile_steps` steps each, the last of which is before step `stop * HV`."""
     start = (stop - tile_steps) * HV
     tile, chunk = cut_at((step - start).to(gl.int32), gl.maximum(tile_steps, 1).to(gl.int32), overhead)
     inside = (start <= step) & (step < stop * HV)

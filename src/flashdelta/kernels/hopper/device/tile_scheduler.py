@@ -1,4 +1,4 @@
-"""Which work tile a CTA does next. No other file turns the CTA's number into work.
+"""Chooses the work tile that a CTA does next. No other file turns the CTA's number into work.
 
 Scans (`recurrence`, segment transitions, `reverse`): a tile is all chunks of a (sequence, value head). Its `SLICES` slices of
 64 channels belong to neighbouring CTAs, which do the same tiles. A persistent CTA does every n-th tile; or, with stream-K, a
@@ -89,7 +89,7 @@ class TileScheduler:
 
     @gluon.jit
     def count(self):
-        """How many work tiles the CTA has, and how many segments the sequences have: more than sequences if any is split."""
+        """Counts the CTA's work tiles, and the segments of all sequences: more than there are sequences if any is split."""
         if self.tile_range is None:
             tiles = persistent_count(self.N * self.HV * self.parts, self.SLICES)
         else:
@@ -171,7 +171,7 @@ class TileScheduler:
 
     @gluon.jit
     def chunks(self, tile):
-        """How many chunks the work tile has."""
+        """Counts the work tile's chunks."""
         slot = tile.slot
         total = 0
         start = tile.begin
@@ -183,7 +183,7 @@ class TileScheduler:
 
     @gluon.jit
     def transition_count(self):
-        """How many segment transitions the CTA does. CTAs past the last group of slices have none."""
+        """Counts the CTA's segment transitions. CTAs past the last group of slices have none."""
         inside = gl.program_id(0) < gl.num_programs(0) // self.SLICES * self.SLICES
         segments = gl.load(self.first_segment + self.N) - self.N
         return gl.where(inside, persistent_count(segments * self.HV, self.SLICES), 0)
@@ -208,8 +208,8 @@ class TileScheduler:
 
     @gluon.jit
     def outgoing_slices(self, border, K):
-        """How many slices a transition for the next rank has: of sequences that start on this rank b's alone, so that all CTAs
-        form these."""
+        """Counts the slices of a transition for the next rank. A sequence that starts on this rank has those of b alone, so
+        that all CTAs form these."""
         place = outgoing_sequence(border, 0)[1]
         return gl.where(place == 0, self.SLICES - K // BV, self.SLICES)
 
@@ -221,7 +221,7 @@ class TileScheduler:
 
     @gluon.jit
     def outgoing_count(self, border, K):
-        """How many transitions for the next rank the CTA does: of one packed sequence, or of all batch rows."""
+        """Counts the CTA's transitions for the next rank: of one packed sequence, or of all batch rows."""
         packets = 1 if self.cu_seqlens is not None else self.N
         slices = self.outgoing_slices(border, K)
         inside = gl.program_id(0) < gl.num_programs(0) // slices * slices
@@ -316,7 +316,7 @@ class TileScheduler:
 
 @gluon.jit
 def persistent_count(tiles, slices):
-    """How many tiles the CTA does, where it does every n-th."""
+    """Counts the tiles of a CTA that does every n-th."""
     group = gl.program_id(0) // slices
     groups = gl.num_programs(0) // slices
     return (tiles - group + groups - 1) // groups
@@ -329,8 +329,8 @@ def persistent_tile(k, slices):
 
 @gluon.jit
 def rows_before(cu_seqlens, n, T, tokens, nothing=None):
-    """Where rows that each stand for so many tokens of a sequence lie without gaps, such as chunks: the first row of
-    sequence `n`. `nothing`: a 0 that the compiler can't see, lest it keep the lanes' addresses over a loop around this."""
+    """Returns the first row of sequence `n` where each sequence takes `ceil(length / tokens)` rows, such as chunks, without
+    gaps. `nothing`: a 0 that the compiler can't see, lest it keep the lanes' addresses over a loop around this."""
     if cu_seqlens is None:
         total = n * ((T + tokens - 1) // tokens)
     else:

@@ -44,9 +44,9 @@ def last(a, b):
 
 @gluon.jit
 def hidden_zero(count):
-    """0, of a count, as an offset in a state that the compiler can't tell from others. Where it is added the offset is worked
-    out anew: else the compiler keeps it, over loops or from one use to the next, in registers that are needed in between. A
-    multiple of 16, as all offsets of a V-first state are: 16 bytes still go at a time."""
+    """Returns a zero that the compiler cannot see, `min(count, 0)`, for `count >= 0`. Adding it to an offset makes the compiler
+    compute the offset anew, instead of keeping it over loops or between uses in registers that are needed in between. The
+    compiler sees a multiple of 16, like all offsets in a V-first state, so accesses still take 16 bytes."""
     return gl.minimum(count, 0).to(gl.int64) * 16
 
 
@@ -145,7 +145,7 @@ def sigmoid(x):
 
 @gluon.jit
 def gate_gradient(x, grad, rate, lower_bound, GATE):
-    """From the gradient of a log decay to that of the gate's input `x = g + dt_bias`, and of `A_log`."""
+    """Returns the gradients of the gate's input `x = g + dt_bias` and of `A_log`, from that of a log decay."""
     gl.static_assert(
         GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
     )
@@ -248,7 +248,7 @@ def dot3(a, b, acc):
 
 @gluon.jit
 def store_parts(rows_s, rows):
-    """To the first rows of `rows_s [2, ..., K]`, in `two_parts`."""
+    """Stores `rows`, in `two_parts`, to the first rows of `rows_s [2, ..., K]`."""
     high, low = two_parts(rows)
     rows_s.index(0).slice(0, rows.shape[0], dim=0).store(high)
     rows_s.index(1).slice(0, rows.shape[0], dim=0).store(low)

@@ -15,7 +15,7 @@ ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Rows of bf16 as four warps copy them, 16 bytes per thread."""
 GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
-"""Accumulators `[4, 16, 16]`, one a warp."""
+"""Accumulators `[4, 16, 16]`, one per warp."""
 TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -24,7 +24,7 @@ SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 
 SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
 """The same with the columns as `[2, 16]`."""
 STEPS_GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
-"""Accumulators `[2, 32, 16]` of both steps, 16 rows a warp."""
+"""Accumulators `[2, 32, 16]` of both steps, 16 rows per warp."""
 SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
 STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
