@@ -92,9 +92,8 @@ def chosen_exchange(way: str, name: str, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between two launches or after the last, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, if
-    that is for this one, by a `way` of the process group's. Both are scratch, or outputs. `act`: `exchange` or a half of
-    it."""
+    """Copies into `packets [ranks, ...]` every rank's `packet` that is for this one, by a `way` of the process group's: between
+    two launches or after the last, on the current stream. Both are scratch, or outputs. `act`: `exchange` or a half of it."""
 
     act: Callable[[Tensor, Tensor, str, str, str], None]
     group: str

@@ -53,7 +53,7 @@ def parts_of_sequences(
 
 
 def parts_that_pay(chunks: int, total: int, room: int, costs: SplitCosts) -> int:
-    """Into how many segments it pays to cut a sequence of so many chunks, in a batch of `total`."""
+    """Counts the segments into which it pays to cut a sequence of so many chunks, in a batch of `total`."""
     # the last segment of a sequence needs no transition
     parts = min(1 + room * chunks // max(total, 1), chunks // costs.shortest, MOST_PARTS)
     # longest * (step + transition) + parts * compose is least at this root

@@ -167,7 +167,7 @@ def store_weighted(x, x_token, out, count, inv_00, inv_11, inv_10, C, N, IS_WHOL
 #
 #             rows        0-15   16-31   32-47   48-63         (C = 64; with C = 32 the upper left quarter)
 #              0-15     [ near                        ]
-#             16-31     [ middle  near                ]        near    4 MMAs [16, BK] [BK, 16], one a level, masked
+#             16-31     [ middle  near                ]        near    4 MMAs [16, BK] [BK, 16], one per level, masked
 #             32-47     [ far     far     near        ]        middle  1 MMA  [16, BK] [BK, 16]
 #             48-63     [ far     far     middle  near]        far     1 MMA  [32, BK] [BK, 32]
 #
