@@ -42,16 +42,16 @@ def test_cases(case: Case):
 
 LONG = replace(KIMI, name="long", H=1, HV=1, K=64, V=64, memory="long")
 WIDE = replace(UNBOUNDED, name="wide", H=1, HV=1, lengths=(200, 5, 70), state=FP32, v_first=True, memory="long")
-UNEVEN = replace(LONG, name="uneven", H=3, HV=3, lengths=(300, 0, 290, 64, 1), state=FP32)
+UNEVEN = replace(LONG, name="uneven", H=3, HV=3, lengths=(400, 0, 300, 64, 1), state=FP32)
 # a CTA does several tiles, one after another; the loader is as far ahead as it may be, or as late; the last CTA is first
 TILES, LATE, LAST = {"sms": 2}, {"workers_first": False, "last_first": True}, {"last_first": True}
 TURNS = [
     (replace(LONG, name="rows", B=3, T=200, state=FP32), False, [TILES]),
     (replace(LONG, name="packed", HV=2, lengths=(130, 0, 200, 1, 65), state=FP32, h=True), False, [TILES, LATE]),
     (WIDE, False, [TILES, LATE]),
-    (replace(LONG, name="one length", H=5, HV=5, T=320, state=FP32), True, [{"sms": 3}, {"sms": 3} | LAST]),
+    (replace(LONG, name="one length", H=5, HV=5, T=500, state=FP32), True, [{"sms": 3}, {"sms": 3} | LAST]),
     (replace(UNEVEN, h=True), True, [{"sms": 3}, {"sms": 3} | LAST]),
-    (replace(WIDE, name="wide V64", V=64, lengths=(130, 0, 330), v_first=False), True, [TILES, TILES | LAST]),
+    (replace(WIDE, name="wide V64", V=64, lengths=(200, 0, 520), v_first=False), True, [TILES, TILES | LAST]),
 ]
 
 
