@@ -1,4 +1,5 @@
 """Breaks the code in recorded ways, one at a time, and runs the tests that are to find each (`make mutants`).
+The tests must pass before: one that fails anyway finds everything.
 
     python -m tests.mutants [-j N] [words]
 
