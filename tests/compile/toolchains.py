@@ -123,7 +123,8 @@ class Toolchain:
 
 
 def costs_of(entries: list[Entry], rows: list[dict]) -> dict[Entry, Costs]:
-    """
+    """Reads the costs of entries from rows of a report, in the same order.
+
     Raises:
         RuntimeError: lanes of a kernel hold unequal sums, which no kernel's may.
     """
