@@ -236,12 +236,6 @@ def _as_on_hopper(obstacle: Callable) -> Callable:
     return lambda self, problem, device: obstacle(self, problem, torch.device("cuda"))
 
 
-@functools.cache
-def that_count_sms(modules: int) -> list[types.ModuleType]:
-    """Of so many modules."""
-    return [x for name, x in sys.modules.items() if name.startswith("flashdelta.") and hasattr(x, "sm_count")]
-
-
 @contextlib.contextmanager
 def hopper_on_cpu(sms: int | None = None, **order: bool) -> Iterator[None]:
     """Backends take CPU tensors for a Hopper GPU's, and launches are interpreted. `sms`: SMs that the host code sees; with few
@@ -255,7 +249,7 @@ def hopper_on_cpu(sms: int | None = None, **order: bool) -> Iterator[None]:
         mock.patch.object(machine, "ORDER", machine.Order(**order)),
     ]
     if sms is not None:
-        modules = that_count_sms(len(sys.modules))
+        modules = [x for name, x in sys.modules.items() if name.startswith("flashdelta.") and hasattr(x, "sm_count")]
         patches += [mock.patch.object(module, "sm_count", lambda device: sms) for module in modules]
     with contextlib.ExitStack() as stack:
         for patch in patches:
