@@ -17,9 +17,6 @@ from .support.gpus import visible_gpus
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.load_profile("fixed")
 
-LONG = ("machine_code", "hazards", "packaging", "gloo", "integrations", "nn", "export", "hub", "operators", "docs_gate")
-"""Files with a test of 8 seconds or more."""
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list) -> None:
@@ -31,8 +28,8 @@ def pytest_xdist_setupnodes(specs: list) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # the longest first, that no worker is left alone with one in the end
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+    # long ones first, that no worker is left alone with one in the end
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_configure(config: pytest.Config) -> None:

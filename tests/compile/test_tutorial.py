@@ -9,7 +9,7 @@ import torch
 
 from examples.gluon import step_1_load, step_4_measure
 
-from ..full import FULL
+from ..full import FULL, thinned
 from .costs import compile_launch
 from .test_machine_code import TOOLCHAINS
 
@@ -18,7 +18,7 @@ CODE = "import json; from tests.compile.test_tutorial import found; print(json.d
 
 def found() -> list[list[int]]:
     x = torch.empty(1024, 256, dtype=torch.bfloat16, device="meta")
-    multiply = [*step_4_measure.launches().values()][:: 1 if FULL else 3]
+    multiply = thinned([*step_4_measure.launches().values()], 3)
     costs = [compile_launch(launch, 90) for launch in (step_1_load.launch(x, x), *multiply)]
     return [[each.spill_bytes, each.late_operands] for each in costs]
 

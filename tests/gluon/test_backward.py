@@ -19,7 +19,7 @@ from flashdelta.kernels.triton import segments
 from flashdelta.kernels.triton import wy as portable_wy
 from flashdelta.runtime import autograd
 
-from ..full import FULL
+from ..full import FULL, thinned
 from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, on_gpu
 from ..support import gradients as checks
 from ..support.cases import BF16, BY_NAME, FORWARD_ONLY, FP32, HARD_CASES, LENGTH_CASES, WITH_GRADIENTS, Case, case_id
@@ -52,7 +52,7 @@ ON_HOPPER = [
     replace(KIMI, name="packed_wide", H=1, HV=2, lengths=(1, 63, 64, 65, 0), state=FP32),
     replace(UNBOUNDED, name="packed_wide_unbounded", H=1, HV=1, lengths=(1, 63, 64, 65, 0), state=FP32, v_first=True),
     replace(KIMI, name="small_heads", H=1, HV=2, K=64, V=64, T=130),
-    *[few_heads(replace(case, h=False)) for case in HOPPER_CASES if case.name not in FORWARD_ONLY][:: 1 if FULL else 2],
+    *thinned([few_heads(replace(case, h=False)) for case in HOPPER_CASES if case.name not in FORWARD_ONLY], 2),
 ]
 
 

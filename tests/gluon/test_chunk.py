@@ -9,7 +9,7 @@ import torch
 
 from flashdelta.kernels.hopper import build, recurrence
 
-from ..full import FULL
+from ..full import thinned
 from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
 from ..support.inputs import TOKEN_TENSORS
@@ -33,7 +33,7 @@ DIMS = {"bounded": (64, 64), "wide_gate": (64, 128), "softplus": (128, 128), "h_
 CASES = [replace(BY_NAME[name], name=f"{name} K{K} V{V}", H=1, HV=2, K=K, V=V) for name, (K, V) in DIMS.items()]
 
 
-@pytest.mark.parametrize("case", [*(HOPPER_CASES if FULL else HOPPER_CASES[::2]), *CASES], ids=case_id)
+@pytest.mark.parametrize("case", [*thinned(HOPPER_CASES, 2), *CASES], ids=case_id)
 def test_cases(case: Case):
     check(case)
 

@@ -11,7 +11,7 @@ import flashdelta as fd
 from flashdelta.kernels.stages.copy import strided_copy
 from flashdelta.runtime.call import CALLS
 
-from ..full import FULL
+from ..full import FULL, thinned
 from ..support import replay_checks as checks
 from ..support.layouts import LAYOUTS, fresh, lay, refused, rotated, tensors_of
 from ..support.oracle import poisoned_memory
@@ -75,7 +75,7 @@ def test_refused_layouts(row: Row):
                 row.op(**call | {name: lay(call[name], layout), "backend": "reference"})
 
 
-STALE = ROWS if FULL else ROWS[2::8]
+STALE = thinned(ROWS, 8, 2)
 """Rows on which the checks must find a tensor that a replay did not read anew."""
 
 
@@ -84,7 +84,7 @@ def test_a_stale_tensor_is_seen(row: Row, backend: str, replays: Replays):
     checks.check_stale(row, backend)
 
 
-@pytest.mark.parametrize("first", range(0, N, 1 if FULL else 2))
+@pytest.mark.parametrize("first", thinned(range(N), 2))
 def test_gradients_in_every_layout(first: int, replays: Replays):
     row, layouts = BY_NAME["chunk backward"], [*LAYOUTS]
     checks.check_row(row, "hopper", dict(zip(tensors_of(row)[-2:], (layouts * 2)[first:])), replays)

@@ -12,7 +12,7 @@ import torch
 import flashdelta as fd
 from flashdelta.kernels.hopper import build, recurrence
 
-from ..full import FULL
+from ..full import thinned
 from ..gpu.calls import HOPPER_CASES, KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu
 from ..support import oracle
 from ..support.cases import BF16, FP32, Case, case_id
@@ -54,7 +54,7 @@ LENGTHS += [
 @pytest.mark.parametrize(
     ("case", "K"),
     # in turn with chunks, which have the others
-    widths([*(replace(x, h=False) for x in (HOPPER_CASES if FULL else HOPPER_CASES[1::2]) if x.l2norm), *LENGTHS]),
+    widths([*(replace(x, h=False) for x in thinned(HOPPER_CASES, 2, 1) if x.l2norm), *LENGTHS]),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_cases(case: Case, K: int):
@@ -154,7 +154,7 @@ def test_few_ctas_change_no_bit(case: Case, stream_k: bool, monkeypatch: pytest.
         assert_same_bits(poisoned(call), want, oracle.covered_tokens(call))
 
 
-@pytest.mark.parametrize("pool_case", (PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS)[:: 1 if FULL else 2], ids=pool_id)
+@pytest.mark.parametrize("pool_case", thinned(PLAIN_POOLS + CHECKPOINT_POOLS + BUFFERS, 2), ids=pool_id)
 def test_pools(pool_case: PoolCase):
     case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
     call = pool_call(replace(pool_case, case=case), BF16) | {"split": False, "backend": "hopper"}

@@ -13,7 +13,7 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta.problem import device_checks
 
-from ..full import FULL
+from ..full import thinned
 from ..support import refusals
 from ..support.cases import BY_NAME, CASES, Case, case_id
 from ..support.inputs import make_call
@@ -55,7 +55,7 @@ def test_refused_with_a_message_that_says_all(refusal: refusals.Refusal):
             refusal.op(**call)
 
 
-@pytest.mark.parametrize("refusal", REFUSALS[:: 3 - 2 * FULL])
+@pytest.mark.parametrize("refusal", thinned(REFUSALS, 3))
 def test_a_replay_refuses_the_same(refusal: refusals.Refusal, pretended: Started):
     good, call = ({"backend": "triton"} | x for x in refusal.calls())
     for i in range(2):

@@ -10,7 +10,7 @@ import torch
 
 import flashdelta as fd
 
-from ..full import in_turn
+from ..full import paired
 from ..support import decoding_checks as checks
 from ..support.cases import BF16, FP32
 from ..support.decoding import BY_NAME, STEPS, Step, make_step, memory_of
@@ -25,7 +25,7 @@ DTYPES = (FP32, FP64, BF16)
 steps_and_dtypes = partial(pytest.mark.parametrize, ("step", "dtype"), ids=lambda x: getattr(x, "name", str(x)))
 
 
-@steps_and_dtypes(in_turn(STEPS, DTYPES))
+@steps_and_dtypes(paired(STEPS, DTYPES))
 def test_reference_is_the_recurrence(step: Step, dtype: torch.dtype):
     checks.check_step(fd.recurrent_kda, step, dtype, "reference")
 
@@ -50,7 +50,7 @@ def test_commit_of_nothing():
 # ---- replay ---------------------------------------------------------------------------------------------------------
 
 
-@steps_and_dtypes(in_turn(checks.REPLAYED, DTYPES))
+@steps_and_dtypes(paired(checks.REPLAYED, DTYPES))
 def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
     # records are float32 if states are
     checks.check_replay(step, FP32 if step.state == BF16 and dtype == FP64 else dtype, "reference")

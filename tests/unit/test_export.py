@@ -27,7 +27,7 @@ from flashdelta.tools.export.cubins import parameters_of, prefill_call, prefill_
 from ..support.exports import CUDA_INCLUDE, HERE, ROOT, SIZE, Export, build, call, compile_c, run, small_export, task
 from ..support.shared import folder_of_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 FUNCTIONS = {
     *("fd_prefill_f32", "fd_prefill_bf16", "fd_decode_bf16", "fd_prefill_f32_workspace", "fd_prefill_bf16_workspace"),

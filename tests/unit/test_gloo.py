@@ -32,6 +32,8 @@ from ..support.processes import on_processes
 from ..support.ranks import Cut, Found, fla_context, incoming_of
 from ..support.shared import folder_of_run, once
 
+pytestmark = pytest.mark.long
+
 RANKS = 4
 CASES = {
     "packed": Case("gloo_packed", "", lengths=(40, 0, 50, 6), state=torch.float64, memory="long", chunk_size=32),

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 HUB = Path(__file__).parents[2] / "hub" / "build.py"
 
 

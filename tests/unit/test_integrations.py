@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..full import FULL, in_turn
+from ..full import FULL, paired
 from ..support import fla_modules
 from ..support.inputs import on_meta
 from ..support.oracle import relative_error
@@ -37,6 +37,8 @@ import flashdelta as fd  # noqa: E402
 from flashdelta import integrations  # noqa: E402
 from flashdelta.integrations import _fla, packing  # noqa: E402
 from flashdelta.integrations.seams import Patches  # noqa: E402
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 H, K, T = 2, 32, 20
@@ -453,7 +455,7 @@ def hold(found: tuple[float, dict], want: tuple[float, dict], tolerance: float =
 
 
 EVERY = MODELS | TRAINED
-TRAINING = in_turn(EVERY, ("plain", "padded")) + [(x, "autocast") for x in (EVERY if FULL else ["FLA"])]
+TRAINING = paired(EVERY, ("plain", "padded")) + [(x, "autocast") for x in (EVERY if FULL else ["FLA"])]
 
 
 @pytest.mark.parametrize(("name", "way"), TRAINING)

@@ -21,6 +21,8 @@ from flashdelta.nn.weights import FORMS
 from ..full import FULL
 from ..support.layers import HIDDEN, check_joining, check_packed, check_pool, make_layer, rows
 
+pytestmark = pytest.mark.long
+
 HEADS = {
     "grouped values (GVA)": {},
     "one query head a value head": {"num_v_heads": 2, "lower_bound": -0.5},

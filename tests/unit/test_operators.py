@@ -24,7 +24,7 @@ from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import operator_of
 
-from ..full import FULL
+from ..full import FULL, thinned
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id, named
 from ..support.decoding import BY_NAME as STEPS
 from ..support.decoding import make_step, memory_of
@@ -41,6 +41,8 @@ from ..support.prefills import LOGITS, PLAIN, prefill_call
 from ..support.refusals import commit_of_records
 from ..support.wy import BY_NAME as WY_CASES
 from ..support.wy import make_wy
+
+pytestmark = pytest.mark.long
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 wy = fd.kernels.chunk_bwd_wy_dqkg
@@ -126,12 +128,12 @@ def assert_compiles(op: Callable, call: dict, make: Callable[[], dict]) -> tuple
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize(("op", "make"), [*calls(*LONG[:: 4 - 3 * FULL], marks=(pytest.mark.slow,)), *calls(*OTHERS)])
+@pytest.mark.parametrize(("op", "make"), [*calls(*thinned(LONG, 4), marks=(pytest.mark.slow,)), *calls(*OTHERS)])
 def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
     assert_compiles(op, make(), make)
 
 
-@pytest.mark.parametrize(("op", "make"), calls(*WITH_OUT[1 - FULL :: 4 - 3 * FULL], marks=(pytest.mark.slow,)))
+@pytest.mark.parametrize(("op", "make"), calls(*thinned(WITH_OUT, 4, 1), marks=(pytest.mark.slow,)))
 def test_compiles_with_out(op: Callable, make: Callable[[], dict]):
     out = torch.full_like(op(**make())[0], torch.nan)
     want = assert_compiles(op, make() | {"output" if op is fd.recurrent_kda else "out": out}, make)
@@ -139,7 +141,7 @@ def test_compiles_with_out(op: Callable, make: Callable[[], dict]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "make"), calls(*whole_sequences("softplus", "packed_bf16_state")[:: 3 - 2 * FULL]))
+@pytest.mark.parametrize(("op", "make"), calls(*thinned(whole_sequences("softplus", "packed_bf16_state"), 3)))
 def test_compiles_with_gradients(op: Callable, make: Callable[[], dict]):
     call = make()
     names = [name for name, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()]
@@ -185,7 +187,7 @@ def test_a_traced_call_says_what_is_wrong(options: dict, fullgraph: bool, error:
 # ---- the operators themselves -------------------------------------------------------------------------------------
 
 
-CHECKED = [*whole_sequences("bounded", "state", "packed_int32", "no_final_state"), *POOL_CALLS][:: 3 - 2 * FULL]
+CHECKED = thinned([*whole_sequences("bounded", "state", "packed_int32", "no_final_state"), *POOL_CALLS], 3)
 WITHOUT_TOKENS = [
     (case.name, fd.chunk_kda, partial(make_call, replace(case, h=False))) for case in named("T0", "packed_all_empty")
 ]

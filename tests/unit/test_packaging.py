@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "conftest.py", "mkdocs.yml", "pyproject.toml", "setup.py")

@@ -12,7 +12,7 @@ import flashdelta as fd
 from flashdelta.reference.sequences import chunk_slots
 from flashdelta.runtime.call import check
 
-from ..full import in_turn
+from ..full import paired
 from ..support import pools
 from ..support.cases import FP32
 from ..support.oracle import same_bits
@@ -34,7 +34,7 @@ def op_and_case(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("op", "pool_case", "dtype"), [(*x, y) for x, y in in_turn(ALL, (FP32, torch.float64))], ids=op_and_case
+    ("op", "pool_case", "dtype"), [(*x, y) for x, y in paired(ALL, (FP32, torch.float64))], ids=op_and_case
 )
 def test_pool_call_is_the_recurrence(op, pool_case: PoolCase, dtype: torch.dtype):
     hold_pool(op, call_for(op, pool_case, dtype))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
-from ..full import FULL, in_turn
+from ..full import FULL, paired
 from ..support.cases import BF16, BY_NAME, CASES, FP32, PACKED_CASES, WITH_GRADIENTS, Case, case_id
 from ..support.gradients import gradients, incoming
 from ..support.held import run_held
@@ -35,7 +35,7 @@ def test_recurrence_is_the_papers(case: Case):
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((c, FP64) for c in CASES), *in_turn(CASES, (FP32, BF16, torch.float16))],
+    [*((c, FP64) for c in CASES), *paired(CASES, (FP32, BF16, torch.float16))],
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_chunked_is_the_recurrence(case: Case, dtype: torch.dtype):
